@@ -1,0 +1,1 @@
+"""What DeepInfer does around the model: sampling, verification, scheduling, replay. Knows no engine."""
