@@ -60,7 +60,9 @@ def _owner(patch: Patch) -> tuple[Any, str]:
     """
     module_name, colon, qualified = patch.target.partition(":")
     if not colon or not module_name or not qualified:
-        raise ValueError(f"patch target {patch.target!r} is not of the form 'module:name' or 'module:Class.name'")
+        raise ValueError(
+            f"patch target {patch.target!r} is not of the form 'module:name' or 'module:Class.name'"
+        )
     try:
         owner: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -90,7 +92,8 @@ def _name(owner: Any) -> str:
 def _missing(patch: Patch, found: str) -> PatchTargetMissing:
     return PatchTargetMissing(
         f"can't patch {patch.target}: {found}.\n"
-        f"  The patch is there because: {patch.why} (upstream: {patch.upstream}; remove when {patch.remove_when}).\n"
+        f"  The patch is there because: {patch.why} "
+        f"(upstream: {patch.upstream}; remove when {patch.remove_when}).\n"
         "  If the engine renamed it, change the patch's target and its parameters; if the engine no longer "
         "needs it, remove the patch. Until then use an engine version that this package names as supported."
     )
@@ -108,7 +111,9 @@ def _look(patch: Patch) -> tuple[Any, str, Any]:
         found = inspect.signature(_function(static)).parameters
         absent = [parameter for parameter in patch.parameters if parameter not in found]
         if absent:
-            raise _missing(patch, f"it has no parameter {', '.join(absent)} (it has {', '.join(found) or 'none'})")
+            raise _missing(
+                patch, f"it has no parameter {', '.join(absent)} (it has {', '.join(found) or 'none'})"
+            )
     return owner, name, static
 
 
@@ -155,7 +160,9 @@ def wrap(patch: Patch, wrapper: Callable[[Any], Any]) -> None:
     replacement = wrapper(original)
     if inspect.isfunction(replacement) and inspect.isfunction(original) and replacement is not original:
         functools.update_wrapper(replacement, original)
-    if isinstance(static, staticmethod | classmethod) and not isinstance(replacement, staticmethod | classmethod):
+    if isinstance(static, staticmethod | classmethod) and not isinstance(
+        replacement, staticmethod | classmethod
+    ):
         replacement = type(static)(replacement)
     own = vars(owner).get(name)
     setattr(owner, name, replacement)

@@ -59,7 +59,10 @@ class Report:
                 {"target": p.target, "why": p.why, "upstream": p.upstream, "remove_when": p.remove_when}
                 for p in patches.ledger()
             ],
-            "problems": [*self.problems, *(f"{target}: replaced by somebody else" for target in patches.overwritten())],
+            "problems": [
+                *self.problems,
+                *(f"{target}: replaced by somebody else" for target in patches.overwritten()),
+            ],
         }
 
 

@@ -77,7 +77,9 @@ def _flag(name: str, value: str) -> bool:
         return False
     if value in ("1", "true", "True"):
         return True
-    raise SettingError(f"{name}={value!r}: supported are 0, false, False or nothing (off) and 1, true, True (on)")
+    raise SettingError(
+        f"{name}={value!r}: supported are 0, false, False or nothing (off) and 1, true, True (on)"
+    )
 
 
 def _one_of(*supported: str) -> Callable[[str, str], str]:
@@ -101,7 +103,9 @@ def _temperatures(name: str, value: str) -> tuple[float, ...]:
     except ValueError:
         numbers = ()
     if not numbers or not all(0.0 < number < float("inf") for number in numbers):
-        raise SettingError(f"{name}={value!r}: supported are one positive number, or one per draft between commas")
+        raise SettingError(
+            f"{name}={value!r}: supported are one positive number, or one per draft between commas"
+        )
     return numbers
 
 
@@ -190,17 +194,19 @@ def _not_built(settings: Settings, environ: Mapping[str, str]) -> tuple[tuple[st
     unsupported = "set but not supported by this version"
     if settings.draft_tokens:
         problems.append(
-            f"DEEPINFER_USE_NEXTN_DECODE={settings.draft_tokens}: {unsupported}; nothing is drafted, the tokens "
-            "are the same"
+            f"DEEPINFER_USE_NEXTN_DECODE={settings.draft_tokens}: {unsupported}; "
+            "nothing is drafted, the tokens are the same"
         )
     if settings.varlen:
-        problems.append(f"DEEPINFER_ENABLE_MTP_VARLEN=1: {unsupported}; nothing is drafted, so nothing is scheduled")
+        problems.append(
+            f"DEEPINFER_ENABLE_MTP_VARLEN=1: {unsupported}; nothing is drafted, so nothing is scheduled"
+        )
     if settings.confidence_temperatures is not None:
         problems.append(f"DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE: {unsupported}; nothing is drafted")
     if settings.truncation in ("mask", "compact"):
         refusals.append(
-            f"DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE={settings.truncation}: {unsupported}, and it changes results; "
-            "unset it or set it to off"
+            f"DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE={settings.truncation}: {unsupported}, "
+            "and it changes results; unset it or set it to off"
         )
     elif settings.keep_tokens:
         problems.append(
@@ -213,7 +219,9 @@ def _not_built(settings: Settings, environ: Mapping[str, str]) -> tuple[tuple[st
             )
     for suffix in _UNSUPPORTED_SPEED:
         if f"DEEPINFER_{suffix}" in environ:
-            problems.append(f"DEEPINFER_{suffix}={environ[f'DEEPINFER_{suffix}']}: {unsupported}; it has no effect")
+            problems.append(
+                f"DEEPINFER_{suffix}={environ[f'DEEPINFER_{suffix}']}: {unsupported}; it has no effect"
+            )
     return tuple(problems), tuple(refusals)
 
 
@@ -245,7 +253,7 @@ def prefer(what: str, default: T, *asked: tuple[str, T | None]) -> T:
     for place, value in said[1:]:
         if value != first:
             raise SettingError(
-                f"{what}: {first_place} asks for {first!r} and {place} for {value!r}; set them alike or unset one "
-                f"(alone, {first_place} goes before {place})"
+                f"{what}: {first_place} asks for {first!r} and {place} for {value!r}; "
+                "set them alike or unset one"
             )
     return first

@@ -3,6 +3,7 @@
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -30,7 +31,13 @@ class Engine(Base):
 
 
 def a_patch(target: str, *parameters: str) -> Patch:
-    return Patch(f"some_engine:{target}", why="it is wrong", upstream="none", remove_when="never", parameters=parameters)
+    return Patch(
+        f"some_engine:{target}",
+        why="it is wrong",
+        upstream="none",
+        remove_when="never",
+        parameters=parameters,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -55,14 +62,18 @@ def test_replaces_and_reverts() -> None:
 
 
 def test_wrapper_gets_the_original_and_its_docstring_stays() -> None:
-    patches.wrap(a_patch("Engine.step"), lambda original: lambda self, tokens, budget=1: original(self, tokens) + 100)
+    patches.wrap(
+        a_patch("Engine.step"), lambda original: lambda self, tokens, budget=1: original(self, tokens) + 100
+    )
     assert Engine().step(3) == 103
     assert Engine.step.__doc__ == "The engine's own."
 
 
 def test_same_patch_twice_wraps_once() -> None:
     for _ in range(2):
-        patches.wrap(a_patch("Engine.step"), lambda original: lambda self, tokens: original(self, tokens) + 100)
+        patches.wrap(
+            a_patch("Engine.step"), lambda original: lambda self, tokens: original(self, tokens) + 100
+        )
     assert Engine().step(3) == 103
 
 
@@ -132,7 +143,9 @@ def test_malformed_target() -> None:
         patches.check(Patch("some_engine.Engine.step", "why", "none", "never"))
 
 
-def test_a_dependency_that_is_missing_is_not_a_missing_target(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dependency_that_is_missing_is_not_a_missing_target(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "broken_engine.py").write_text("import no_such_dependency\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):

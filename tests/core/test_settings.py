@@ -15,7 +15,9 @@ def test_nothing_set() -> None:
     assert settings.batch_invariant is None, "not set differs from set to off: an engine flag may decide"
 
 
-@pytest.mark.parametrize(("text", "value"), [("0", False), ("", False), ("false", False), ("False", False), ("1", True)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("0", False), ("", False), ("false", False), ("False", False), ("1", True)]
+)
 def test_booleans_are_read_as_in_deepinfer(text: str, value: bool) -> None:
     assert Settings.from_env({"DEEPINFER_BATCH_INVARIANT": text}).batch_invariant is value
 
@@ -36,10 +38,18 @@ def test_every_documented_variable_is_read() -> None:
             "DEEPINFER_PLUGINS_RMS_NORM": "torch",
         }
     )
-    assert (settings.accelerator, settings.hf_model_dir, settings.batch_invariant) == ("ascend", "/models/flash", True)
+    assert (settings.accelerator, settings.hf_model_dir, settings.batch_invariant) == (
+        "ascend",
+        "/models/flash",
+        True,
+    )
     assert (settings.draft_tokens, settings.varlen, settings.confidence_temperatures) == (5, True, (1.0, 0.5))
     assert (settings.truncation, settings.keep_tokens) == ("off", 140)
-    assert (settings.strict, settings.model, dict(settings.providers)) == (True, "native", {"rms_norm": "torch"})
+    assert (settings.strict, settings.model, dict(settings.providers)) == (
+        True,
+        "native",
+        {"rms_norm": "torch"},
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +107,8 @@ def test_other_results_are_a_reason_not_to_start(name: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("DEEPINFER_USE_NEXTN_DECODE", "0"), ("DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "off")]
+    ("name", "value"),
+    [("DEEPINFER_USE_NEXTN_DECODE", "0"), ("DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "off")],
 )
 def test_off_is_supported(name: str, value: str) -> None:
     settings = Settings.from_env({name: value})
@@ -126,7 +137,9 @@ def test_first_place_that_says_something_decides() -> None:
 
 
 def test_contradiction_names_both() -> None:
-    with pytest.raises(SettingError, match=r"batch invariance: --flag asks for False and DEEPINFER_X for True"):
+    with pytest.raises(
+        SettingError, match=r"batch invariance: --flag asks for False and DEEPINFER_X for True"
+    ):
         prefer("batch invariance", False, ("--flag", False), ("config.x", None), ("DEEPINFER_X", True))
 
 
