@@ -1,0 +1,184 @@
+"""What SGLang's configuration becomes for our model.
+
+A resolution step is the one place where an exception of a plugin stops the launch, so the check that
+our model is the one that will run sits here too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from deepinfer_plugins.core.report import report
+from deepinfer_plugins.core.settings import Settings, prefer
+
+_LOG = logging.getLogger("deepinfer_plugins")
+
+ARCHITECTURE = "DeepseekV4ForCausalLM"
+MODEL_TYPE = "deepseek_v41"
+ATTENTION_BACKEND = "deepinfer"
+MODEL_CLASS = "deepinfer_plugins.sglang_ext.models.deepseek_v4:DeepseekV4ForCausalLM"
+
+# Entries of a compressed cache stand for two positions at ratio 2, so a page holds an even number.
+PAGE_SIZE = 64
+# How much of the full pool the window pool is, at least: what a prefix needs to be found again.
+SWA_FULL_TOKENS_RATIO = 0.25
+MAX_RUNNING_REQUESTS = {"cpu": 32, "cuda": 256}
+
+_registered = False
+
+
+def register(settings: Settings) -> None:
+    """Hook into SGLang's configuration; again is harmless."""
+    global _registered
+    if _registered:
+        return
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    if ATTENTION_BACKEND not in choices.ATTENTION_BACKEND_CHOICES:
+        choices.ATTENTION_BACKEND_CHOICES.append(ATTENTION_BACKEND)
+    if settings.hf_model_dir:
+        register_resolution_hook("handle_model_source_paths")(_model_folder(settings.hf_model_dir))
+    register_resolution_hook("handle_multimodal")(_text_only)
+    register_resolution_hook("handle_model_specific_adjustments")(_own_model)
+    record = report()
+    record.add("models", ARCHITECTURE, MODEL_CLASS)
+    for step, hook in (
+        ("handle_multimodal", _text_only),
+        ("handle_model_specific_adjustments", _own_model),
+    ):
+        record.add("hooks", step, f"{__name__}:{hook.__name__}")
+    _registered = True
+
+
+def _model_folder(folder: str) -> Any:
+    """``DEEPINFER_HF_MODEL_DIR``: the folder that stands for the model's Hugging Face id."""
+
+    def handle(server_args: Any, previous: Any) -> None:
+        from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+        asked = resolving_view(server_args).model_path
+        if not Path(asked).exists():
+            declare_resolution(server_args, "deepinfer", model_path=folder)
+            if resolving_view(server_args).tokenizer_path == asked:
+                declare_resolution(server_args, "deepinfer", tokenizer_path=folder)
+        elif Path(asked).resolve() != Path(folder).resolve():
+            prefer("checkpoint", asked, ("--model-path", asked), ("DEEPINFER_HF_MODEL_DIR", folder))
+        previous(server_args)
+
+    return handle
+
+
+def _is_ours(server_args: Any) -> bool:
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    config = model_config_of(server_args).hf_config
+    return list(config.architectures or [])[:1] == [ARCHITECTURE] and config.model_type == MODEL_TYPE
+
+
+def _text_only(server_args: Any, previous: Any) -> None:
+    """The release has a vision tower; this version serves its text side, and an image is refused."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    cfg = resolving_view(server_args)
+    if not cfg.language_model_only and not cfg.encoder_only:
+        config = get_config(cfg.model_path, trust_remote_code=cfg.trust_remote_code, revision=cfg.revision)
+        if getattr(config, "model_type", None) == MODEL_TYPE:
+            declare_resolution(server_args, "deepinfer", language_model_only=True)
+    previous(server_args)
+
+
+def _own_model(server_args: Any, previous: Any) -> None:
+    """Refuse what is not there yet, and make sure that our class is the one that will run."""
+    if not _is_ours(server_args):
+        return previous(server_args)
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    cfg = resolving_view(server_args)
+    for asked, what in (
+        (cfg.tp_size > 1, f"--tp-size {cfg.tp_size}"),
+        (cfg.pp_size > 1, f"--pp-size {cfg.pp_size}"),
+        (cfg.dp_size > 1, f"--dp-size {cfg.dp_size}"),
+        (cfg.attn_dp_size > 1, f"--attn-dp-size {cfg.attn_dp_size}"),
+        (cfg.ep_size > 1, f"--ep-size {cfg.ep_size}"),
+        (cfg.enable_prefill_cp, "--enable-prefill-cp"),
+        (cfg.speculative_algorithm is not None, f"--speculative-algorithm {cfg.speculative_algorithm}"),
+        (cfg.disaggregation_mode != "null", f"--disaggregation-mode {cfg.disaggregation_mode}"),
+        (cfg.enable_hierarchical_cache, "--enable-hierarchical-cache"),
+        (cfg.enable_unified_memory, "--enable-unified-memory"),
+        (cfg.enable_lora, "--enable-lora"),
+        (bool(cfg.enable_decoder_swa_bounded_replay), "--enable-decoder-swa-bounded-replay"),
+        (bool(cfg.enable_encoder_swa_bounded_replay), "--enable-encoder-swa-bounded-replay"),
+        (cfg.load_format not in ("auto", "safetensors"), f"--load-format {cfg.load_format}"),
+    ):
+        if asked:
+            raise ValueError(
+                f"{what}: deepinfer_plugins does not serve DeepSeek-V4.1 with it yet. Leave it out, or set "
+                "DEEPINFER_PLUGINS_MODEL=native to use SGLang's own model."
+            )
+    if cfg.page_size is not None and (cfg.page_size < 2 or cfg.page_size % 2):
+        raise ValueError(
+            f"--page-size {cfg.page_size}: a page must hold an even number of tokens, since a compressed entry "
+            f"stands for two; leave it out for {PAGE_SIZE}"
+        )
+    if cfg.chunked_prefill_size is not None and 0 < cfg.chunked_prefill_size < (cfg.page_size or PAGE_SIZE):
+        raise ValueError(
+            f"--chunked-prefill-size {cfg.chunked_prefill_size}: SGLang cuts a chunk to whole pages, so it must be "
+            f"at least the page size, {cfg.page_size or PAGE_SIZE}; make it larger or --page-size smaller"
+        )
+    ensure_active()
+    # Before, so that what the native step derives from these is right; after, because it sets two of them
+    # for its own backend whatever was asked.
+    declare_resolution(server_args, "deepinfer", **_defaults(server_args))
+    previous(server_args)
+    declare_resolution(server_args, "deepinfer", **_defaults(server_args))
+
+
+def ensure_active() -> None:
+    """Raise unless SGLang would build our model class.
+
+    Raises:
+        RuntimeError: If another class stands under the architecture's name.
+    """
+    from sglang.srt.models.registry import ModelRegistry
+
+    from deepinfer_plugins.sglang_ext.entrypoints import MODELS
+
+    found, _ = ModelRegistry.resolve_model_cls([ARCHITECTURE])
+    if not found.__module__.startswith(MODELS):
+        raise RuntimeError(
+            f"deepinfer_plugins is registered but SGLang would run {found.__module__}.{found.__qualname__} for "
+            f"{ARCHITECTURE}: its model registry was imported before our platform entry point ran "
+            f"(SGLANG_EXTERNAL_MODEL_PACKAGE={os.environ.get('SGLANG_EXTERNAL_MODEL_PACKAGE')!r}). Set "
+            f"SGLANG_EXTERNAL_MODEL_PACKAGE={MODELS} in the environment, or DEEPINFER_PLUGINS_MODEL=native to want it so."
+        )
+
+
+def _defaults(server_args: Any) -> dict[str, Any]:
+    """Fields for our model, where the user said nothing or there is one possibility."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    cfg, asked = resolving_view(server_args), server_args._raw_input
+    graphs = cfg.cuda_graph_config
+    for phase in (Phase.DECODE, Phase.PREFILL):
+        graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
+    fields: dict[str, Any] = {
+        "attention_backend": ATTENTION_BACKEND,
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
+        "page_size": asked["page_size"] or PAGE_SIZE,
+        "cuda_graph_config": graphs,
+        "enable_decoder_swa_bounded_replay": False,
+    }
+    if asked["sampling_backend"] is None:
+        fields["sampling_backend"] = "pytorch"
+    if asked["swa_full_tokens_ratio"] is None:
+        fields["swa_full_tokens_ratio"] = SWA_FULL_TOKENS_RATIO
+    if asked["max_running_requests"] is None:
+        fields["max_running_requests"] = MAX_RUNNING_REQUESTS[cfg.device]
+    return fields

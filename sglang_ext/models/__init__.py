@@ -1,0 +1,1 @@
+"""Model classes by SGLang's convention: each module names its class in ``EntryClass``."""

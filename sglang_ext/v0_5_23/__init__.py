@@ -1,0 +1,1 @@
+"""What is particular to SGLang 0.5.23."""
