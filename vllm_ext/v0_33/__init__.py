@@ -1,0 +1,1 @@
+"""What is special to vLLM 0.33.0."""

@@ -1,0 +1,50 @@
+"""Names of vLLM 0.33.0 that the model's adapter is written against, imported once.
+
+A release that moves one of them needs a change here and in ``seams.py``, nowhere else.
+"""
+
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader.weight_utils import download_weights_from_hf
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import (
+    KVCacheGroupSpec,
+    KVCacheLayout,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.states import RequestState
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionCGSupport",
+    "AttentionLayerBase",
+    "AttentionMetadataBuilder",
+    "CommonAttentionMetadata",
+    "DefaultModelState",
+    "InputBatch",
+    "KVCacheGroupSpec",
+    "KVCacheLayout",
+    "KVCacheSpec",
+    "MLAAttentionSpec",
+    "MultipleOf",
+    "RequestState",
+    "SlidingWindowMLASpec",
+    "UniformTypeKVCacheSpecs",
+    "VllmConfig",
+    "download_weights_from_hf",
+    "envs",
+    "get_forward_context",
+]

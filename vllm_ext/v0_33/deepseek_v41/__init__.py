@@ -1,0 +1,101 @@
+"""DeepSeek-V4.1-Flash as vLLM loads it: a thin adapter around ``deepinfer_plugins.model``.
+
+It turns vLLM's batch into a :class:`~deepinfer_plugins.model.step.Step`. It computes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from deepinfer_plugins.model.step import Step
+from deepinfer_plugins.vllm_ext.v0_33 import api
+from deepinfer_plugins.vllm_ext.v0_33.deepseek_v41 import caches, weights
+from deepinfer_plugins.vllm_ext.v0_33.deepseek_v41.state import DeepseekV41State
+
+
+class DeepseekV41ForCausalLM(torch.nn.Module):
+    """The model under the name that vLLM knows it by.
+
+    Args:
+        vllm_config: vLLM's configuration of everything.
+        prefix: Where vLLM would nest it; not supported, it is always the whole model.
+
+    Raises:
+        ValueError: If the checkpoint is not one that the model can load; nothing is allocated then.
+    """
+
+    def __init__(self, *, vllm_config: api.VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        self.device = vllm_config.device_config.device
+        self.max_model_len: int = vllm_config.model_config.max_model_len
+        self.checkpoint = weights.find(vllm_config)
+        self.model = weights.build(self.checkpoint, vllm_config)
+        self.config = self.model.config
+        self.caches = caches.register(caches.cache_specs(self.config), vllm_config)
+        # Names of parameters are the model's own, without the adapter's in front.
+        self.context_depth: int = self.config.engram_max_ngram_size - 1
+
+    @staticmethod
+    def get_model_state_cls() -> type[DeepseekV41State]:
+        return DeepseekV41State
+
+    @classmethod
+    def get_kv_cache_groups(
+        cls, vllm_config: api.VllmConfig, kv_cache_spec: dict[str, api.KVCacheSpec]
+    ) -> list[api.KVCacheGroupSpec]:
+        return caches.group(vllm_config, kv_cache_spec)
+
+    def load_weights(self, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load the checkpoint found at construction.
+
+        vLLM's own iterator is left untouched: it would read whole tensors of all ranks, unchecked.
+        """
+        weights.load(self.model, self.checkpoint)
+        return {name for name, _ in self.named_parameters()}
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("prompt embeddings are not supported: n-grams need the tokens; send token ids")
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        context_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states, ``[len(input_ids), hidden]``; rows of padding are zero."""
+        metadata = api.get_forward_context().attn_metadata
+        if metadata is None:
+            return self._measure(input_ids)
+        batch = metadata[self.caches[0].name]
+        num_rows, start = batch.num_actual_tokens, batch.query_start_loc.long()
+        step = Step(
+            token_ids=input_ids[:num_rows].long(),
+            positions=positions[:num_rows].long(),
+            request=torch.repeat_interleave(start.diff(), output_size=num_rows),
+            context_ids=context_ids,
+        )
+        hidden = self.model(step, caches.caches(self.caches, metadata))
+        padding = input_ids.shape[0] - num_rows
+        return torch.nn.functional.pad(hidden, (0, 0, 0, padding)) if padding else hidden
+
+    def _measure(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Run without caches, for vLLM to see how much memory a full step takes."""
+        num_rows = input_ids.shape[0]
+        length = min(num_rows, self.max_model_len)
+        row = torch.arange(num_rows, device=input_ids.device)
+        num_requests = -(-num_rows // length)
+        step = Step(
+            token_ids=input_ids.long(),
+            positions=row % length,
+            request=row // length,
+            context_ids=input_ids.new_zeros((num_requests, self.context_depth), dtype=torch.int64),
+        )
+        return self.model(step, caches.scratch(self.caches, num_requests, length, input_ids.device))
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.model.logits(hidden_states)

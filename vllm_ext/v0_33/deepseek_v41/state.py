@@ -1,0 +1,45 @@
+"""What the model needs of each request beyond vLLM's usual inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deepinfer_plugins.model.step import NO_TOKEN
+from deepinfer_plugins.vllm_ext.v0_33 import api
+
+
+def tokens_before(all_token_ids: torch.Tensor, rows: torch.Tensor, first: torch.Tensor, depth: int) -> torch.Tensor:
+    """The tokens before each request's first row of a step, nearest first.
+
+    Args:
+        all_token_ids: ``[max_requests, max_model_len]``, prompt and everything sampled so far.
+        rows: ``[num_requests]``, int64, the row of each request there.
+        first: ``[num_requests]``, int64, position of its first row in the step.
+        depth: How many.
+
+    Returns:
+        int64 ``[num_requests, depth]``; ``NO_TOKEN`` before a request's start.
+    """
+    position = first[:, None] - 1 - torch.arange(depth, device=first.device)
+    tokens = all_token_ids[rows[:, None], position.clamp(min=0)].long()
+    return torch.where(position < 0, NO_TOKEN, tokens)
+
+
+class DeepseekV41State(api.DefaultModelState):
+    """Adds the tokens that n-grams reach back to.
+
+    They come from vLLM's own record of each request on the device, which is right after a chunk, a
+    prefix hit and a preemption, and under async scheduling, where the host does not know them yet.
+    """
+
+    supports_prompt_embeds = False
+
+    def prepare_inputs(self, input_batch: api.InputBatch, req_states: api.RequestState) -> dict[str, Any]:
+        inputs: dict[str, Any] = super().prepare_inputs(input_batch, req_states)
+        first = input_batch.positions[input_batch.query_start_loc[: input_batch.num_reqs].long()]
+        inputs["context_ids"] = tokens_before(
+            req_states.all_token_ids.gpu, input_batch.idx_mapping, first, self.model.context_depth
+        )
+        return inputs

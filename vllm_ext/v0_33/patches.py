@@ -1,0 +1,61 @@
+"""What is changed inside vLLM 0.33.0, and what is registered with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from deepinfer_plugins.core.patch import Patch, wrap
+from deepinfer_plugins.core.settings import SettingError, Settings
+
+# vLLM's name -> ours. A package, since vLLM caches what it knows of a class by the hash of the files beside it.
+MODELS = {"DeepseekV41ForCausalLM": "deepinfer_plugins.vllm_ext.v0_33.deepseek_v41:DeepseekV41ForCausalLM"}
+
+LOCAL_FOLDER = Patch(
+    target="vllm.engine.arg_utils:EngineArgs.create_model_config",
+    why="DEEPINFER_HF_MODEL_DIR names the folder that a Hugging Face id of the model stands for; vLLM has no such setting",
+    upstream="none",
+    remove_when="never: the setting is DeepInfer's",
+)
+
+PATCHES: tuple[Patch, ...] = (LOCAL_FOLDER,)
+
+_RELEASE = "deepseek-v4.1-flash"
+
+
+def apply(settings: Settings) -> None:
+    """Apply what the settings need. Applying again does nothing."""
+    if settings.hf_model_dir is not None:
+        wrap(LOCAL_FOLDER, _with_folder)
+
+
+def _with_folder(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_model_config(self: Any) -> Any:
+        folder = os.environ.get("DEEPINFER_HF_MODEL_DIR", "")
+        if folder and (name := resolve(self.model, folder)) != self.model:
+            self.served_model_name = self.served_model_name or self.model
+            self.model = self.tokenizer = self.hf_config_path = name
+        return original(self)
+
+    return create_model_config
+
+
+def resolve(model: str, folder: str) -> str:
+    """The folder to load when vLLM was asked for ``model`` and ``DEEPINFER_HF_MODEL_DIR`` is ``folder``.
+
+    Raises:
+        SettingError: If the two name different folders, or ``folder`` is none.
+    """
+    if os.path.isdir(model):
+        if os.path.realpath(model) != os.path.realpath(folder):
+            raise SettingError(
+                f"--model {model} and DEEPINFER_HF_MODEL_DIR={folder} name different folders; unset one of them"
+            )
+        return model
+    if not model.rpartition("/")[2].lower().startswith(_RELEASE):
+        # Another model: the setting is not about it.
+        return model
+    if not os.path.isdir(folder):
+        raise SettingError(f"DEEPINFER_HF_MODEL_DIR={folder}: there is no such folder; set it to the checkpoint's")
+    return folder
