@@ -37,9 +37,10 @@ Trace = dict[str, torch.Tensor]
 
 def _round(x: torch.Tensor, bits: int, min_exponent: int) -> torch.Tensor:
     """To ``bits`` significant bits, ties to even, with subnormals below ``2**min_exponent``."""
-    _, exponent = torch.frexp(x)
-    quantum = exponent.clamp(min=min_exponent + 1) - bits
-    return torch.ldexp(torch.ldexp(x, -quantum).round(), quantum)
+    exponent = (x.view(torch.int64) >> 52 & 0x7FF).clamp(min=min_exponent + 1023)
+    # Next to one and a half times 2**52 quanta nothing finer than a quantum has room: the addition rounds.
+    large = 1.5 * (exponent + 53 - bits << 52).view(torch.float64)
+    return (x + large - large).copysign(x)
 
 
 def _fp32(x: torch.Tensor) -> torch.Tensor:

@@ -345,7 +345,7 @@ def test_casts_are_near_and_their_scales_are_the_least_that_hold(exponent: int) 
         assert (values.abs() <= qmax).all()
     values, scale = _fp4(x)
     error = (values * scale).flatten(-2) - x
-    # Half of e2m1's widest step, and the scale's own rounding (at most one part in 16 of it; coarser near its least).
+    # Half of e2m1's widest step, and the scale's own rounding: one part in 16, or half its least step.
     amax = x.unflatten(-1, (-1, 16)).abs().amax(-1).clamp(min=6 * 2.0**-9)
     assert (
         error.unflatten(-1, (-1, 16)).abs().amax(-1) <= amax / 6 * (1 + 1 / 16) * 1.5 + 2.0**-10 * 6
