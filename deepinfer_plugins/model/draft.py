@@ -17,7 +17,7 @@ from deepinfer_plugins.model import hyper_connection
 from deepinfer_plugins.model.attention import Attention
 from deepinfer_plugins.model.checkpoint import Placement
 from deepinfer_plugins.model.config import ModelConfig
-from deepinfer_plugins.model.layer import Layer
+from deepinfer_plugins.model.layer import Layer, Layers
 from deepinfer_plugins.model.layers import Fp8Linear, Linear, Norm, Reduce, Target, Targets, quantize, weight
 from deepinfer_plugins.model.moe import MoE
 from deepinfer_plugins.model.rows import Rows
@@ -66,7 +66,7 @@ class Draft(nn.Module):
         taps = len(config.dspark_target_layer_ids)
         self.main_proj = Fp8Linear(ops, {"main_proj": hidden}, taps * hidden, device)
         self.main_norm = Norm(ops, hidden, eps, device)
-        self.layers = nn.ModuleList()
+        self.layers = Layers()
         for index in range(config.num_nextn_predict_layers):
             attention = Attention(config, config.num_hidden_layers + index, ops, rope_table, device)
             experts = placement.experts(num_experts)

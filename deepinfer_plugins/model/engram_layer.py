@@ -26,6 +26,10 @@ class Engram(nn.Module):
         device: Where the weights go.
     """
 
+    multipliers: torch.Tensor
+    primes: torch.Tensor
+    offsets: torch.Tensor
+
     def __init__(
         self,
         config: ModelConfig,

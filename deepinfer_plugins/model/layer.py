@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import cast
+
 import torch
 from torch import nn
 
@@ -54,3 +57,10 @@ class Layer(nn.Module):
         y = self.ffn_norm(self.ffn_hc.read(trunk))
         mixes = self.ffn_hc.mixes(trunk.streams)
         return self.ffn_hc.write(self.ffn(y, image), trunk.streams, mixes)
+
+
+class Layers(nn.ModuleList):
+    """A list of layers that a type checker knows to be one."""
+
+    def __iter__(self) -> Iterator[Layer]:
+        return cast(Iterator[Layer], super().__iter__())

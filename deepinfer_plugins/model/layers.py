@@ -123,7 +123,7 @@ class Fp8Linear(nn.Module):
         return self.ops.mxfp8_linear(x.values, x.scales, self.weight, self.scale)
 
     def grouped(self, x: Quantized) -> torch.Tensor:
-        """``[n, groups, in]`` to bf16 ``[n, groups, out / groups]``; a group has its own rows of the weight."""
+        """``[n, groups, in]`` to bf16 ``[n, groups, out / groups]``, each by its rows of the weight."""
         return self.ops.mxfp8_grouped_linear(x.values, x.scales, self.weight, self.scale)
 
 

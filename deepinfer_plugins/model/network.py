@@ -19,7 +19,7 @@ from deepinfer_plugins.model.draft import Draft, Drafted
 from deepinfer_plugins.model.engram import CompressedVocabulary, engram_tables
 from deepinfer_plugins.model.engram_layer import Engram
 from deepinfer_plugins.model.hyper_connection import Trunk
-from deepinfer_plugins.model.layer import Layer
+from deepinfer_plugins.model.layer import Layer, Layers
 from deepinfer_plugins.model.layers import Linear, Norm, Reduce, Target, Targets, weight
 from deepinfer_plugins.model.moe import MoE
 from deepinfer_plugins.model.rope import rope_table
@@ -42,6 +42,8 @@ class DeepseekV41(nn.Module):
         reduce: Sums a tensor over the ranks of ``placement``, which all run the same rows; None for one rank.
         draft: Whether to build the draft layers (and write their context keys).
     """
+
+    compressed_ids: torch.Tensor
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class DeepseekV41(nn.Module):
         self.embed = weight((config.vocab_size, config.hidden_size), torch.bfloat16, device)
         num_experts = config.n_routed_experts
         experts = placement.experts(num_experts)
-        self.layers = nn.ModuleList()
+        self.layers = Layers()
         for index in range(config.num_hidden_layers):
             attention = Attention(config, index, ops, tables[config.compress_ratios[index] > 0], device)
             moe = MoE(config, ops, num_experts, config.num_experts_per_tok, experts, reduce, device)
@@ -141,7 +143,7 @@ class DeepseekV41(nn.Module):
                 raise ValueError("caches.draft holds caches, but the model was built with draft=False")
             self.draft_model.store_context(taps, rows, caches)
         hidden = rows.gather(self.norm(self.ops.hc_collapse(trunk.streams, trunk.pre)))
-        if step.decoder is None:
+        if step.decoder_rows is None:
             return hidden
         return hidden.new_zeros((step.num_rows, hidden.shape[1])).index_copy_(0, step.decoder_rows, hidden)
 

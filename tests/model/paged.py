@@ -126,7 +126,7 @@ class PagedEngine:
         return Request(list(tokens), image, pages={group.name: [] for group in self.groups})
 
     def fork(self, request: Request, length: int, tokens: Sequence[int]) -> Request:
-        """A request for ``tokens`` that takes its first ``length`` tokens' keys from ``request``, page by page."""
+        """A request for ``tokens`` that takes the keys of its first ``length`` tokens from ``request``."""
         assert list(tokens[:length]) == request.tokens[:length] and length <= request.computed
         new = self.add(tokens, request.image)
         new.computed = length
@@ -205,7 +205,7 @@ class PagedEngine:
         return hidden
 
     def generate(self, requests: Sequence[Request], new_tokens: int, chunk: int, drafts: int = 0) -> None:
-        """Run requests to ``new_tokens`` more tokens each, decode rows and chunks of prompts in the same steps.
+        """Give each request ``new_tokens`` more tokens; decode rows and chunks of prompts share steps.
 
         Args:
             requests: All are there from the start; prompts are taken in order.
