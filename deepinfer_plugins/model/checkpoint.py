@@ -1,7 +1,7 @@
 """Reads a checkpoint in the release format: checks all of it first, then reads tensors by byte range.
 
-Opening reads the index and the headers of the shards, a few MB even for the release. Nothing is mapped into memory:
-files are read with plain I/O straight into the tensors that keep the values.
+Opening reads the index and the headers of the shards, a few MB even for the release. Nothing is mapped into
+memory: files are read with plain I/O straight into the tensors that keep the values.
 
 Source: sections 3.1 to 3.3 of the model's fact sheet.
 """
@@ -13,7 +13,6 @@ import json
 import math
 import os
 import re
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ _EXPERT = re.compile(r"\.ffn\.experts\.(\d+)\.")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded. ``problems`` has all of them; the message shows the first twenty."""
+    """A checkpoint that cannot be loaded. ``problems`` has all; the message shows the first twenty."""
 
     def __init__(self, folder: Path, problems: list[str]) -> None:
         self.problems = tuple(problems)
@@ -72,7 +71,9 @@ class Placement:
         for kind in ("ep", "engram"):
             rank, size = getattr(self, f"{kind}_rank"), getattr(self, f"{kind}_size")
             if not 0 <= rank < size:
-                raise ValueError(f"{kind}_rank is {rank} of {kind}_size {size}; it must be from 0 to {size - 1}")
+                raise ValueError(
+                    f"{kind}_rank is {rank} of {kind}_size {size}; it must be from 0 to {size - 1}"
+                )
 
     def experts(self, num_experts: int) -> range:
         """The contiguous expert slots of this rank.
@@ -81,7 +82,9 @@ class Placement:
             ValueError: The experts do not divide evenly over the ranks.
         """
         if num_experts % self.ep_size:
-            raise ValueError(f"{num_experts} experts do not divide evenly over {self.ep_size} expert-parallel ranks")
+            raise ValueError(
+                f"{num_experts} experts do not divide evenly over {self.ep_size} expert-parallel ranks"
+            )
         count = num_experts // self.ep_size
         return range(self.ep_rank * count, (self.ep_rank + 1) * count)
 
@@ -164,7 +167,8 @@ class Checkpoint:
         """A rank's share of an Engram table, padding rows included.
 
         Returns:
-            Values ``[rows, head_dim]`` e4m3 and scales ``[rows, head_dim / 32]`` uint8; padding is zero with scale 1.
+            Values ``[rows, head_dim]`` e4m3 and scales ``[rows, head_dim / 32]`` uint8; padding is zero with
+            scale 1.
         """
         prefix = f"layers.{layer}.engram.embed"
         rows = placement.engram_rows(self._entry(f"{prefix}.weight").shape[0])
@@ -204,7 +208,9 @@ class Checkpoint:
         requests = []
         for name in chosen:
             entry = self._entry(name)
-            rows = placement.engram_rows(entry.shape[0]) if ".engram.embed." in name else range(entry.shape[0])
+            rows = (
+                placement.engram_rows(entry.shape[0]) if ".engram.embed." in name else range(entry.shape[0])
+            )
             requests.append((name, rows))
         with self._reading((name for name, _ in requests), progress) as read:
             for name, rows in sorted(requests, key=lambda request: self._position(request[0])):
@@ -216,12 +222,12 @@ class Checkpoint:
     def load(self, requests: Iterable[tuple[str, torch.Tensor, int]], progress: bool = False) -> None:
         """Read straight into tensors, in the order of the files.
 
-        A contiguous tensor on the CPU, of the stored dtype, is read into without a copy. Others are filled through a
-        small buffer, and rounded if their dtype is another.
+        A contiguous tensor on the CPU, of the stored dtype, is read into without a copy. Others are filled
+        through a small buffer, and rounded if their dtype is another.
 
         Args:
-            requests: Name, tensor to fill, and the first row to read. Rows past the end of the stored tensor are filled
-                with zeros, or with 1 if it holds scales: the padding of a sharded table.
+            requests: Name, tensor to fill, and the first row to read. Rows past the end of the stored tensor
+                are filled with zeros, or with 1 if it holds scales: the padding of a sharded table.
             progress: Show a bar over the bytes.
 
         Raises:
@@ -250,7 +256,7 @@ class Checkpoint:
     ) -> Iterator[Callable[[str, torch.Tensor, int], None]]:
         """Something to read with that keeps the current file open and shows how far it is."""
         with ExitStack() as stack:
-            advance = _ignore
+            advance: Callable[[int], None] = _ignore
             if progress:
                 total = sum(entry.end - entry.start for entry in map(self._entry, names))
                 advance = stack.enter_context(_progress_bar(total))
@@ -277,7 +283,9 @@ class Checkpoint:
     ) -> None:
         rows, *row_shape = entry.shape
         if list(out.shape[1:]) != row_shape:
-            raise ValueError(f"{name} has rows of shape {row_shape}, but the tensor to fill has {list(out.shape[1:])}")
+            raise ValueError(
+                f"{name} has rows of shape {row_shape}, but the tensor to fill has {list(out.shape[1:])}"
+            )
         present = min(max(rows - first_row, 0), out.shape[0])
         row_bytes = (entry.end - entry.start) // rows
         file.seek(entry.start + first_row * row_bytes)
@@ -302,13 +310,15 @@ class Checkpoint:
     def _read_bytes(
         self, file: io.FileIO, name: str, entry: _Entry, out: torch.Tensor, advance: Callable[[int], None]
     ) -> None:
-        view = memoryview(out.view(-1).view(torch.uint8).numpy())
+        view = memoryview(out.view(-1).view(torch.uint8).numpy().data)
         done = 0
         while done < len(view):
             # One call reads at most 2 GiB on Linux; pieces also let the bar move.
             got = file.readinto(view[done : done + _STAGE_BYTES])
             if not got:
-                problem = f"{name}: {entry.shard} ends in the middle of it; it was changed while it was read. Copy it again"
+                problem = (
+                    f"{name}: {entry.shard} ends inside it, so it changed since it was opened; copy it again"
+                )
                 raise CheckpointError(self.folder, [problem])
             done += got
             advance(got)
@@ -352,8 +362,10 @@ class _Inspection:
         raw_names: dict[str, str] = {}
         unreadable = set()
         for shard in shards:
-            header = self._header(shard)
-            if header is None:
+            try:
+                header = _read_header(self._folder, shard)
+            except _BadShard as problem:
+                self._problems.append(f"{shard}: {problem}; copy the file again")
                 unreadable.add(shard)
                 continue
             for raw, entry in header.items():
@@ -387,20 +399,24 @@ class _Inspection:
             if not all(isinstance(shard, str) for shard in weight_map.values()):
                 raise TypeError("a file name in weight_map is not a string")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            self._problems.append(f"{INDEX_NAME}: no weight_map from names to files in it ({error!r}); copy it again")
+            self._problems.append(
+                f"{INDEX_NAME}: no weight_map from names to files in it ({error!r}); copy it again"
+            )
             raise CheckpointError(self._folder, self._problems) from error
         index: dict[str, str] = {}
         for raw, shard in weight_map.items():
             name = raw.removeprefix(_MODEL_PREFIX)
             if name in index:
                 self._problems.append(
-                    f"{name}: in {INDEX_NAME} twice, with and without {_MODEL_PREFIX!r} in front; remove one of them"
+                    f"{name}: twice in {INDEX_NAME}, with and without {_MODEL_PREFIX!r}; remove one of them"
                 )
             index[name] = shard
         shards = sorted(set(index.values()))
         for shard in shards:
             if Path(shard).name != shard:
-                self._problems.append(f"{INDEX_NAME}: names the file {shard!r}, which is not in the checkpoint's folder")
+                self._problems.append(
+                    f"{INDEX_NAME}: names the file {shard!r}, which is not in the checkpoint's folder"
+                )
         return [shard for shard in shards if Path(shard).name == shard], index
 
     def _report_duplicate(self, raw: str, entry: _Entry, other_raw: str, other: _Entry) -> None:
@@ -410,7 +426,9 @@ class _Inspection:
             f"{raw.removeprefix(_MODEL_PREFIX)}: there twice, {how}in {where}; remove one of them"
         )
 
-    def _compare_with_index(self, found: Mapping[str, _Entry], index: Mapping[str, str], unreadable: set[str]) -> None:
+    def _compare_with_index(
+        self, found: Mapping[str, _Entry], index: Mapping[str, str], unreadable: set[str]
+    ) -> None:
         for name, shard in index.items():
             if shard in unreadable:
                 continue
@@ -426,7 +444,8 @@ class _Inspection:
         for name, entry in found.items():
             if name not in index:
                 self._problems.append(
-                    f"{name}: in {entry.shard}, but not in {INDEX_NAME}; copy the index and the shards from one release"
+                    f"{name}: in {entry.shard}, but not in {INDEX_NAME}; "
+                    "copy the index and the shards from one release"
                 )
 
     def _compare_with_config(
@@ -442,12 +461,14 @@ class _Inspection:
                 # What is in a file that cannot be read, or is named in vain by the index, was reported there.
                 if name not in index:
                     self._problems.append(
-                        f"{name}: missing from every shard; config.json asks for it, {spec.dtype} {list(spec.shape)}"
+                        f"{name}: missing from every shard; "
+                        f"config.json asks for it, {spec.dtype} {list(spec.shape)}"
                     )
                 continue
             if entry.shape != spec.shape:
                 self._problems.append(
-                    f"{name}: shape {list(entry.shape)} in {entry.shard}, but config.json asks for {list(spec.shape)}; "
+                    f"{name}: shape {list(entry.shape)} in {entry.shard}, "
+                    f"but config.json asks for {list(spec.shape)}; "
                     "use the config.json that belongs to these shards"
                 )
             if entry.dtype not in (spec.dtype, spec.also):
@@ -460,71 +481,63 @@ class _Inspection:
             if name not in expected:
                 self._problems.append(f"{name}: in {entry.shard}, but nothing uses it; {_why_unused(name)}")
 
-    def _header(self, shard: str) -> dict[str, _Entry] | None:
-        """The tensors of one file; None if they cannot be told, which is then reported."""
-        path = self._folder / shard
-        try:
-            size = path.stat().st_size
-            with path.open("rb") as file:
-                prefix = file.read(8)
-                length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-                if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
-                    return self._unreadable(shard, f"no safetensors header ({size} bytes, header length {length})")
-                header = json.loads(file.read(length))
-        except FileNotFoundError:
-            return self._unreadable(shard, f"missing, though {INDEX_NAME} names it")
-        except OSError as error:
-            return self._unreadable(shard, f"cannot be read ({error.strerror})")
-        except ValueError as error:
-            return self._unreadable(shard, f"its safetensors header is not JSON ({error})")
-        if not isinstance(header, dict):
-            return self._unreadable(shard, "its safetensors header is not a JSON object")
-        header.pop("__metadata__", None)
-        data_start, entries = 8 + length, {}
-        for name, description in header.items():
-            entry = self._describe(shard, name, description, data_start, size)
-            if entry is None:
-                return None
-            entries[name] = entry
-        if not self._lie_in_order(shard, entries, data_start, size):
-            return None
-        return entries
 
-    def _unreadable(self, shard: str, problem: str) -> None:
-        self._problems.append(f"{shard}: {problem}; copy the file again")
+class _BadShard(Exception):
+    """What is wrong with a file, without its name."""
 
-    def _describe(self, shard: str, name: str, description: Any, data_start: int, size: int) -> _Entry | None:
-        try:
-            dtype, shape = description["dtype"], tuple(int(length) for length in description["shape"])
-            start, end = (int(offset) for offset in description["data_offsets"])
-        except (TypeError, KeyError, ValueError):
-            return self._unreadable(shard, f"its header does not describe {name}: {json.dumps(description)[:120]}")
-        if min(shape, default=0) < 0 or not 0 <= start <= end:
-            return self._unreadable(shard, f"its header gives {name} the shape {list(shape)} and bytes {start} to {end}")
-        if data_start + end > size:
-            return self._unreadable(
-                shard, f"truncated: {name} ends at byte {data_start + end}, but the file has {size} bytes"
-            )
-        # Other dtypes are refused later, with the one expected; their sizes need not be known.
-        item = DTYPE_BYTES.get(dtype)
-        if item is not None and math.prod(shape) * item != end - start:
-            return self._unreadable(
-                shard, f"its header gives {name}, {dtype} {list(shape)}, {end - start} bytes rather than {math.prod(shape) * item}"
-            )
-        return _Entry(shard, dtype, shape, data_start + start, data_start + end)
 
-    def _lie_in_order(self, shard: str, entries: Mapping[str, _Entry], data_start: int, size: int) -> bool:
-        end, previous = data_start, "the header"
-        for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
-            if entry.start != end:
-                relation = "overlaps" if entry.start < end else "leaves a gap after"
-                self._unreadable(shard, f"{name} {relation} {previous} (byte {entry.start}, not {end})")
-                return False
-            end, previous = entry.end, name
-        if end != size:
-            self._unreadable(shard, f"{size - end} bytes after {previous}, the last tensor")
-            return False
-        return True
+def _read_header(folder: Path, shard: str) -> dict[str, _Entry]:
+    """The tensors of one safetensors file, in the order of their bytes.
+
+    Raises:
+        _BadShard: They cannot be told, or their bytes are not all there.
+    """
+    try:
+        size = (folder / shard).stat().st_size
+        with (folder / shard).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+                raise _BadShard(f"no safetensors header ({size} bytes, header length {length})")
+            header = json.loads(file.read(length))
+    except FileNotFoundError:
+        raise _BadShard(f"missing, though {INDEX_NAME} names it") from None
+    except OSError as error:
+        raise _BadShard(f"cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise _BadShard(f"its safetensors header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise _BadShard("its safetensors header is not a JSON object")
+    header.pop("__metadata__", None)
+    data_start = 8 + length
+    entries = {name: _describe(shard, name, item, data_start) for name, item in header.items()}
+    end, previous = data_start, "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.end > size:
+            raise _BadShard(f"truncated: {name} ends at byte {entry.end}, but the file has {size} bytes")
+        if entry.start != end:
+            relation = "overlaps" if entry.start < end else "leaves a gap after"
+            raise _BadShard(f"{name} {relation} {previous} (it starts at byte {entry.start}, not {end})")
+        end, previous = entry.end, name
+    if end != size:
+        raise _BadShard(f"{size - end} bytes follow {previous}, the last tensor")
+    return entries
+
+
+def _describe(shard: str, name: str, item: Any, data_start: int) -> _Entry:
+    try:
+        dtype, shape = str(item["dtype"]), tuple(int(length) for length in item["shape"])
+        start, end = (int(offset) for offset in item["data_offsets"])
+    except (TypeError, KeyError, ValueError):
+        raise _BadShard(f"its header does not describe {name}: {json.dumps(item)[:120]}") from None
+    if min(shape, default=0) < 0 or not 0 <= start <= end:
+        raise _BadShard(f"its header gives {name} the shape {list(shape)} and bytes {start} to {end}")
+    # A dtype we do not know is refused later, beside the one expected; its size need not be known.
+    num_bytes = math.prod(shape) * DTYPE_BYTES.get(dtype, 0)
+    if dtype in DTYPE_BYTES and num_bytes != end - start:
+        raise _BadShard(
+            f"its header gives {name}, {dtype} {list(shape)}, {end - start} bytes, not {num_bytes}"
+        )
+    return _Entry(shard, dtype, shape, data_start + start, data_start + end)
 
 
 def _why_unused(name: str) -> str:
@@ -540,7 +553,8 @@ def resolve_model_folder(
 ) -> Path:
     """The folder of a checkpoint.
 
-    A folder is itself. A Hugging Face id is ``hf_model_dir`` if that is set, or else what ``download`` makes of it.
+    A folder is itself. A Hugging Face id is ``hf_model_dir`` if that is set, or else what ``download`` makes
+    of it.
 
     Args:
         model: A local folder or a Hugging Face id.
@@ -558,8 +572,8 @@ def resolve_model_folder(
         return Path(hf_model_dir)
     if download is None or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         raise FileNotFoundError(
-            f"{model!r} is neither a folder nor a Hugging Face id (owner/name); name the checkpoint's folder, or set "
-            "DEEPINFER_HF_MODEL_DIR to it"
+            f"{model!r} is neither a folder nor a Hugging Face id (owner/name); name the checkpoint's "
+            "folder, or set DEEPINFER_HF_MODEL_DIR to it"
         )
     try:
         return Path(download(model))
@@ -567,6 +581,6 @@ def resolve_model_folder(
         if os.environ.get("HF_HUB_OFFLINE", "").upper() not in ("1", "ON", "YES", "TRUE"):
             raise
         raise FileNotFoundError(
-            f"{model} is not in the Hugging Face cache, and HF_HUB_OFFLINE forbids to download it: unset it, set "
-            "DEEPINFER_HF_MODEL_DIR to a folder that has the checkpoint, or run once online"
+            f"{model} is not in the Hugging Face cache, and HF_HUB_OFFLINE forbids to download it: unset it, "
+            "set DEEPINFER_HF_MODEL_DIR to a folder that has the checkpoint, or run once online"
         ) from error

@@ -29,7 +29,11 @@ class ConfigError(ValueError):
     def __init__(self, problems: list[str], where: str = "config.json") -> None:
         self.problems = tuple(problems)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__("\n  ".join([f"{where} is not a DeepSeek-V4.1-Flash configuration we can run: {count}", *problems]))
+        super().__init__(
+            "\n  ".join(
+                [f"{where} is not a DeepSeek-V4.1-Flash configuration we can run: {count}", *problems]
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,9 @@ class ModelConfig:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ConfigError([f"{path}: not JSON ({error}); supported: the release's own config.json"], str(path)) from error
+            raise ConfigError(
+                [f"{path}: not JSON ({error}); supported: the release's own config.json"], str(path)
+            ) from error
         return cls.from_dict(values, str(path))
 
     @classmethod
@@ -140,7 +146,7 @@ class ModelConfig:
         """Check a parsed ``config.json``.
 
         Args:
-            values: The file's content, nested as in the release. Keys that are not in the fact sheet are ignored.
+            values: The file's content, nested as in the release. Keys that mean nothing to us are ignored.
             where: Name of the file, for the message.
 
         Raises:
@@ -156,7 +162,10 @@ class ModelConfig:
     def engram_primes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Sizes of the Engram hash tables, ``[engram layer][n - 2][head]``."""
         return table_primes(
-            len(self.engram_layer_ids), self.engram_max_ngram_size, self.engram_n_heads, self.engram_vocab_size
+            len(self.engram_layer_ids),
+            self.engram_max_ngram_size,
+            self.engram_n_heads,
+            self.engram_vocab_size,
         )
 
     @property
@@ -214,7 +223,9 @@ class _Section:
 
     def refuse(self, key: str, supported: str) -> None:
         """Note that a value is of the right type but cannot be used."""
-        self._problems.setdefault(self._prefix + key, f"found {_show(self._values.get(key))}; supported: {supported}")
+        self._problems.setdefault(
+            self._prefix + key, f"found {_show(self._values.get(key))}; supported: {supported}"
+        )
 
     def good(self, *keys: str) -> bool:
         return not any(self._prefix + key in self._problems for key in keys)
@@ -229,15 +240,29 @@ class _Section:
         return None
 
     def integer(
-        self, key: str, minimum: int = 1, maximum: int | None = None, multiple: int = 1, default: Any = _ABSENT
+        self,
+        key: str,
+        minimum: int = 1,
+        maximum: int | None = None,
+        multiple: int = 1,
+        default: Any = _ABSENT,
     ) -> int:
-        supported = f"an integer, at least {minimum}" if maximum is None else f"an integer from {minimum} to {maximum}"
+        supported = (
+            f"an integer, at least {minimum}"
+            if maximum is None
+            else f"an integer from {minimum} to {maximum}"
+        )
         if multiple > 1:
             supported += f", a multiple of {multiple}"
         value = self._get(key, default, supported)
         if value is None:
             return minimum if default is _ABSENT else default
-        if not _is_integer(value) or value < minimum or (maximum is not None and value > maximum) or value % multiple:
+        if (
+            not _is_integer(value)
+            or value < minimum
+            or (maximum is not None and value > maximum)
+            or value % multiple
+        ):
             self.refuse(key, supported)
             return minimum
         return int(value)
@@ -338,7 +363,9 @@ def _read(values: Mapping[str, Any], where: str) -> ModelConfig:
         index_n_heads=text.integer("index_n_heads", maximum=_MAX_INDEX_HEADS),
         index_head_dim=text.integer("index_head_dim", multiple=_GROUP),
         index_topk=text.integer("index_topk"),
-        candidate_source_layer_id=text.integer("candidate_source_layer_id", minimum=0) if candidates else None,
+        candidate_source_layer_id=text.integer("candidate_source_layer_id", minimum=0)
+        if candidates
+        else None,
         candidate_topk_blocks=text.integer(
             "candidate_topk_blocks", 8, _MAX_CANDIDATE_BLOCKS, multiple=8, default=candidate(8)
         ),
@@ -377,7 +404,9 @@ def _read(values: Mapping[str, Any], where: str) -> ModelConfig:
     _check_engram(config, text)
     _check_draft(config, text)
     if problems:
-        raise ConfigError([f"{key.rstrip('.') or 'the file'}: {problem}" for key, problem in problems.items()], where)
+        raise ConfigError(
+            [f"{key.rstrip('.') or 'the file'}: {problem}" for key, problem in problems.items()], where
+        )
     return config
 
 
@@ -442,9 +471,13 @@ def _read_vision(vision: _Section) -> VisionConfig:
         min_pixels=vision.integer("min_pixels", default=295936),
         max_wh_ratio=vision.number("max_wh_ratio") if vision.has("max_wh_ratio") else None,
     )
-    if vision.good("hidden_size", "num_attention_heads") and result.hidden_size % (4 * result.num_attention_heads):
+    if vision.good("hidden_size", "num_attention_heads") and result.hidden_size % (
+        4 * result.num_attention_heads
+    ):
         # Rows and columns of the image rotate one half of a head each, in pairs.
-        vision.refuse("hidden_size", f"a multiple of 4 times num_attention_heads, {4 * result.num_attention_heads}")
+        vision.refuse(
+            "hidden_size", f"a multiple of 4 times num_attention_heads, {4 * result.num_attention_heads}"
+        )
     return result
 
 
@@ -496,14 +529,18 @@ def _check_layers(config: ModelConfig, text: _Section) -> None:
     if config.index_k_source_layer_ids != config.kv_source_layer_ids:
         text.refuse("index_k_source_layer_ids", f"the KV sources, {_show(config.kv_source_layer_ids)}")
     if missing := sorted(set(config.kv_source_layer_ids) - set(config.index_source_layer_ids)):
-        text.refuse("index_source_layer_ids", f"a list with every KV source in it; {_show(missing)} are missing")
+        text.refuse(
+            "index_source_layer_ids", f"a list with every KV source in it; {_show(missing)} are missing"
+        )
     cut = config.decoder_start
     for layer in range(compressed[0] if compressed else layers, layers):
         source = max(source for source in config.kv_source_layer_ids if source <= layer)
         if ratios[layer] == ratios[source]:
             continue
         if layer == cut:
-            supported = f"a list with layer {cut}, where the decoder side begins, in it: no map crosses the cut"
+            supported = (
+                f"a list with layer {cut}, where the decoder side begins, in it: no map crosses the cut"
+            )
             text.refuse("kv_source_layer_ids", supported)
         else:
             text.refuse(
@@ -514,7 +551,8 @@ def _check_layers(config: ModelConfig, text: _Section) -> None:
         return
     if late := [source for source in config.kv_source_layer_ids if source > cut]:
         text.refuse(
-            "kv_source_layer_ids", f"no source after layer {cut}, where the decoder side begins, unlike {_show(late)}"
+            "kv_source_layer_ids",
+            f"no source after layer {cut}, where the decoder side begins, unlike {_show(late)}",
         )
 
 
@@ -522,10 +560,13 @@ def _check_candidates(config: ModelConfig, text: _Section) -> None:
     source = config.candidate_source_layer_id
     if source is None:
         return
-    if text.good("candidate_source_layer_id", "index_source_layer_ids", "kv_source_layer_ids", "compress_ratios"):
+    if text.good(
+        "candidate_source_layer_id", "index_source_layer_ids", "kv_source_layer_ids", "compress_ratios"
+    ):
         if source not in config.index_source_layer_ids:
             text.refuse(
-                "candidate_source_layer_id", f"an index source, {_show(config.index_source_layer_ids)}, or null"
+                "candidate_source_layer_id",
+                f"an index source, {_show(config.index_source_layer_ids)}, or null",
             )
         elif any(later > source for later in config.kv_source_layer_ids):
             text.refuse(
@@ -538,8 +579,8 @@ def _check_candidates(config: ModelConfig, text: _Section) -> None:
         if capacity < config.index_topk:
             text.refuse(
                 "candidate_topk_blocks",
-                f"blocks that hold index_topk entries: {config.candidate_topk_blocks} x {config.candidate_block_size} "
-                f"is below {config.index_topk}",
+                f"blocks that hold index_topk entries: {config.candidate_topk_blocks} x "
+                f"{config.candidate_block_size} is below {config.index_topk}",
             )
 
 
@@ -548,7 +589,8 @@ def _check_engram(config: ModelConfig, text: _Section) -> None:
         return
     if late := [layer for layer in config.engram_layer_ids if layer >= config.decoder_start]:
         text.refuse(
-            "engram_layer_ids", f"layers below {config.decoder_start}, where the decoder side begins, unlike {late}"
+            "engram_layer_ids",
+            f"layers below {config.decoder_start}, where the decoder side begins, unlike {late}",
         )
     if text.good("engram_compressed_vocab_size", "vocab_size"):
         if config.engram_compressed_vocab_size > config.vocab_size:
@@ -569,7 +611,9 @@ def _check_draft(config: ModelConfig, text: _Section) -> None:
         return
     targets, cut = config.dspark_target_layer_ids, config.decoder_start
     if not targets or targets[-1] >= config.num_hidden_layers:
-        text.refuse(key, f"at least one layer, all below num_hidden_layers, which is {config.num_hidden_layers}")
+        text.refuse(
+            key, f"at least one layer, all below num_hidden_layers, which is {config.num_hidden_layers}"
+        )
     elif len({layer >= cut for layer in targets}) > 1:
         text.refuse(key, f"layers on one side of layer {cut}, where the decoder side begins")
 

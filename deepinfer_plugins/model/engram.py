@@ -57,8 +57,8 @@ def table_primes(
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Sizes of the hash tables, ``[layer][n - 2][head]``.
 
-    Consecutive primes that are at least ``vocab_size``. Every n of every layer starts the search afresh, but a prime is
-    handed out once only, so all of them differ.
+    Consecutive primes that are at least ``vocab_size``. Every n of every layer starts the search afresh, but
+    a prime is handed out once only, so all of them differ.
     """
     taken: set[int] = set()
 
@@ -128,7 +128,7 @@ class CompressedVocabulary:
     """Token ids after merging those that read alike.
 
     Args:
-        map: ``[vocab_size]``, int64: compressed id of each token id; -1 for an id the tokenizer does not have.
+        map: ``[vocab_size]``, int64: compressed id of each token id; -1 for one the tokenizer does not have.
         size: Number of distinct compressed ids.
     """
 

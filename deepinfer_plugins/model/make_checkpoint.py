@@ -1,7 +1,7 @@
 """Random checkpoints in exactly the release's format.
 
-The values are random but not arbitrary: activations keep their size from layer to layer, scores and logits are spread
-widely enough that a wrong value shows in the tokens, and every scale differs from its neighbours.
+The values are random but not arbitrary: activations keep their size from layer to layer, scores and logits
+are spread widely enough that a wrong value shows in the tokens, and scales differ from their neighbours.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ def make_checkpoint(
         folder: Made if it does not exist; must be empty if it does.
         shape: Name of a preset, or a configuration.
         seed: Seed of every random value.
-        shard_bytes: A shard ends when the next tensor would make it larger than this; by default a quarter of the
-            checkpoint, at most 10 GiB.
-        with_weights: If False, write the configuration and the index only, for loaders that are tested at true shapes.
+        shard_bytes: A shard ends when the next tensor would make it larger than this; by default a quarter of
+            the checkpoint, at most 10 GiB.
+        with_weights: If False, write the configuration and the index only, for loaders that are tested at
+            true shapes.
         progress: Called with the bytes written so far and in all.
 
     Returns:
@@ -85,7 +86,9 @@ def make_checkpoint(
     shards = _assign(specs, shard_bytes or min(_MAX_SHARD_BYTES, -(-total // 4)))
     _write_json(folder / "config.json", config.to_dict())
     tokens = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
-    _write_json(folder / "generation_config.json", {**tokens, "do_sample": True, "temperature": 1.0, "top_p": 1.0})
+    _write_json(
+        folder / "generation_config.json", {**tokens, "do_sample": True, "temperature": 1.0, "top_p": 1.0}
+    )
     weight_map = {name: shard for shard, names in shards.items() for name in names}
     _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
     if with_weights:
@@ -131,12 +134,14 @@ def _write_shard(
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for name, spec in shard.items():
             for piece in _random(name, spec, specs, seed):
-                data = piece.contiguous().view(torch.uint8).numpy()
+                data = piece.contiguous().view(torch.uint8).numpy().data
                 file.write(data)
                 yield data.nbytes
 
 
-def _random(name: str, spec: TensorSpec, specs: Mapping[str, TensorSpec], seed: int) -> Iterator[torch.Tensor]:
+def _random(
+    name: str, spec: TensorSpec, specs: Mapping[str, TensorSpec], seed: int
+) -> Iterator[torch.Tensor]:
     """Random values of one tensor, in pieces of whole rows and of the stored dtype's width."""
     generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
     draw = _drawer(name, spec, specs)
@@ -172,7 +177,9 @@ def _drawer(name: str, spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> _Dr
     return lambda shape, generator: _normal(shape, generator, std, mean).to(dtype)
 
 
-def _normal(shape: tuple[int, ...], generator: torch.Generator, std: float, mean: float = 0.0) -> torch.Tensor:
+def _normal(
+    shape: tuple[int, ...], generator: torch.Generator, std: float, mean: float = 0.0
+) -> torch.Tensor:
     return torch.randn(shape, generator=generator).mul_(std).add_(mean)
 
 
@@ -203,7 +210,7 @@ def _scale_drawer(name: str, weight: TensorSpec) -> _Draw:
 
 
 def _mixer_drawer(name: str, spec: TensorSpec) -> _Draw:
-    """mHC parameters, around the release's initial values: pre 3, post 0, and 3 on the diagonal of the residual mix."""
+    """mHC parameters around the release's initial values: pre 3, post 0, 3 on the residual mix's diagonal."""
     if name.endswith("_fn"):
         return lambda shape, generator: _normal(shape, generator, 1.0 / math.sqrt(shape[-1]))
     if name.endswith("_scale"):

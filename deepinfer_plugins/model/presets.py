@@ -75,14 +75,14 @@ def release() -> ModelConfig:
     )
 
 
-# engram_compressed_vocab_size of the shapes below is what the tokenizer of tokenizer_data.py comes to; a test holds it.
+# engram_compressed_vocab_size of the shapes below is what the tokenizer of tokenizer_data.py comes to.
 
 
 def small() -> ModelConfig:
     """A few MB with every kind of layer: the default of ``make-checkpoint``, and what most tests run on.
 
-    ``index_topk``, ``candidate_topk_blocks`` and the context that YaRN stretches are so small that a prompt of a few
-    hundred tokens goes beyond each of them.
+    ``index_topk``, ``candidate_topk_blocks`` and the context that YaRN stretches are so small that a prompt
+    of a few hundred tokens goes beyond each of them.
     """
     return replace(
         release(),
@@ -96,7 +96,9 @@ def small() -> ModelConfig:
         o_lora_rank=32,
         o_groups=2,
         max_position_embeddings=4096,
-        rope_scaling=RopeScaling(factor=16.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=256),
+        rope_scaling=RopeScaling(
+            factor=16.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=256
+        ),
         sliding_window=64,
         compress_ratios=(0,) * 2 + (2,) * 6 + (1,) * 4 + (0,) * 3,
         kv_source_layer_ids=(2, 4, 6, 8),
@@ -114,7 +116,7 @@ def small() -> ModelConfig:
         engram_vocab_size=1000,
         engram_n_heads=4,
         engram_head_dim=32,
-        engram_compressed_vocab_size=862,
+        engram_compressed_vocab_size=854,
         dspark_noise_token_id=1007,
         dspark_target_layer_ids=(9, 10, 11),
         dspark_markov_rank=32,
@@ -166,7 +168,7 @@ def wide() -> ModelConfig:
         n_routed_experts=16,
         engram_layer_ids=(1,),
         engram_vocab_size=16_000,
-        engram_compressed_vocab_size=3929,
+        engram_compressed_vocab_size=3922,
         dspark_noise_token_id=4079,
         dspark_target_layer_ids=(4, 5),
         dspark_n_routed_experts=8,
@@ -175,7 +177,12 @@ def wide() -> ModelConfig:
     )
 
 
-PRESETS: dict[str, Callable[[], ModelConfig]] = {"small": small, "tiny": tiny, "wide": wide, "release": release}
+PRESETS: dict[str, Callable[[], ModelConfig]] = {
+    "small": small,
+    "tiny": tiny,
+    "wide": wide,
+    "release": release,
+}
 
 
 def preset(name: str) -> ModelConfig:

@@ -1,6 +1,6 @@
 """Every tensor of a checkpoint in the release format: name, shape, dtype.
 
-Names and dtypes are the checkpoint's own; dtypes are spelled as safetensors headers spell them. Imports no torch.
+Names are the checkpoint's own; dtypes are spelled as safetensors headers spell them. Imports no torch.
 
 Source: section 3.2 of the model's fact sheet.
 """

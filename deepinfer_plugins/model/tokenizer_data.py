@@ -48,19 +48,22 @@ _NUM_BYTES = 256
 SMALLEST_VOCABULARY = len(LOW_TOKENS) + _NUM_BYTES + 2
 
 _TEXT = """
-The river begins under the old bridge and runs past the mill, the school and the market. Every morning the miller
-opens the gate a little, listens to the water, and writes down how high it stands. He has done this for thirty
-years. His books fill a shelf, and nobody but the teacher has ever read them from the first page to the last.
+The river begins under the old bridge and runs past the mill, the school and the market. Every morning the
+miller opens the gate a little, listens to the water, and writes down how high it stands. He has done this
+for thirty years. His books fill a shelf, and nobody but the teacher has ever read them from the first
+page to the last.
 
-What did the teacher find? That the water stands highest in the week after the snow has gone, that it falls through
-the summer, and that the fish come back when the leaves turn red. She told the children, and the children made a
-large map of the valley with a blue line for the river and a small house for each of their own. Where do the ducks
-sleep? Why is the bridge made of stone? How far away is the sea, and who has seen it? They asked everyone they met.
+What did the teacher find? That the water stands highest in the week after the snow has gone, that it
+falls through the summer, and that the fish come back when the leaves turn red. She told the children, and
+the children made a large map of the valley with a blue line for the river and a small house for each of
+their own. Where do the ducks sleep? Why is the bridge made of stone? How far away is the sea, and who has
+seen it? They asked everyone they met.
 
-One of them, a girl with a green coat, wanted to know the number of steps between the mill and the sea. So she
-walked along the bank one Saturday, counting: one, two, three, ten, twenty, a hundred, a thousand, ten thousand.
-When it became dark she had counted 12,345 steps, and her mother, who had followed her the whole way without being
-seen, carried her home on her shoulders. "Tomorrow," said the girl, "I will begin again, but from the other end."
+One of them, a girl with a green coat, wanted to know the number of steps between the mill and the sea. So
+she walked along the bank one Saturday, counting: one, two, three, ten, twenty, a hundred, a thousand, ten
+thousand. When it became dark she had counted 12,345 steps, and her mother, who had followed her the whole
+way without being seen, carried her home on her shoulders. "Tomorrow," said the girl, "I will begin again,
+but from the other end."
 
 A computer counts faster than a girl in a green coat, but it has to be told what a step is. First we write a
 function; then we test it; then we measure how long it takes and how much memory it needs:
@@ -79,12 +82,13 @@ function; then we test it; then we measure how long it takes and how much memory
         def level(self, day):
             return {gauge.name: gauge.read(day) for gauge in self.gauges if gauge.is_open}
 
-Models of language work with tokens. A token is a piece of text: a letter, part of a word, a word, a number. The
-model reads the tokens of a prompt, keeps keys and values for each of them, and says which token is likely to come
-next. Attention looks back over the window; memory of short phrases comes from a table; experts take turns. Answer
-the question in one sentence. Explain your reasoning step by step. Write a short story about a dragon who is afraid
-of the dark. Translate the following text into French, German and Chinese. What is the capital of France? The
-capital of France is Paris. Please summarize this article for me, and keep the names of people and places.
+Models of language work with tokens. A token is a piece of text: a letter, part of a word, a word, a
+number. The model reads the tokens of a prompt, keeps keys and values for each of them, and says which
+token is likely to come next. Attention looks back over the window; memory of short phrases comes from a
+table; experts take turns. Answer the question in one sentence. Explain your reasoning step by step. Write
+a short story about a dragon who is afraid of the dark. Translate the following text into French, German
+and Chinese. What is the capital of France? The capital of France is Paris. Please summarize this article
+for me, and keep the names of people and places.
 
 La rivière commence sous le vieux pont. Où dorment les canards, et pourquoi le pont est-il en pierre ?
 Der Fluss beginnt unter der alten Brücke. Wie weit ist es bis zum Meer, und wer hat es schon gesehen?
@@ -94,7 +98,7 @@ Der Fluss beginnt unter der alten Brücke. Wie weit ist es bis zum Meer, und wer
 | --- | ----- | ------ |
 | Monday | 0.12 | +3 % |
 | Tuesday | 4.56 | -7 % |
-Thank you very much! You're welcome; it's nothing. I don't know what we'll do, but they've never been wrong before.
+Thank you very much! You're welcome; it's nothing. I don't know what we'll do, but they've never been wrong.
 """
 
 
@@ -115,7 +119,9 @@ def build_tokenizer(vocab_size: int, image_token_id: int, noise_token_id: int) -
 
     high = {image_token_id: IMAGE_TOKEN, noise_token_id: NOISE_TOKEN}
     if vocab_size < SMALLEST_VOCABULARY:
-        raise ValueError(f"vocab_size is {vocab_size}; a byte-level vocabulary needs at least {SMALLEST_VOCABULARY}")
+        raise ValueError(
+            f"vocab_size is {vocab_size}; a byte-level vocabulary needs at least {SMALLEST_VOCABULARY}"
+        )
     if len(high) < 2 or not all(len(LOW_TOKENS) <= token_id < vocab_size for token_id in high):
         raise ValueError(
             f"image_token_id {image_token_id} and dspark_noise_token_id {noise_token_id} must be two ids "
@@ -140,7 +146,9 @@ def build_tokenizer(vocab_size: int, image_token_id: int, noise_token_id: int) -
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS_TOKEN} $A", pair=f"{BOS_TOKEN} $A $B", special_tokens=[(BOS_TOKEN, vocabulary[BOS_TOKEN])]
+        single=f"{BOS_TOKEN} $A",
+        pair=f"{BOS_TOKEN} $A $B",
+        special_tokens=[(BOS_TOKEN, vocabulary[BOS_TOKEN])],
     )
     for token in (*LOW_TOKENS, *high.values()):
         tokenizer.add_tokens([AddedToken(token, special=token not in _VISIBLE, normalized=False)])
@@ -160,4 +168,6 @@ def write_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path, max_length: i
         "pad_token": PAD_TOKEN,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8"
+    )
