@@ -12,10 +12,15 @@ import os
 
 from deepinfer_plugins.core.report import decline, report
 from deepinfer_plugins.core.settings import SettingError, Settings, is_strict
+from deepinfer_plugins.platforms.detect import UnsupportedChip, detect
 from deepinfer_plugins.sglang_ext import versions
 
 MODELS = "deepinfer_plugins.sglang_ext.models"
 _PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
+_PLATFORMS = {
+    "cpu": "deepinfer_plugins.sglang_ext.platforms:CpuPlatform",
+    "cuda": "deepinfer_plugins.sglang_ext.platforms:CudaPlatform",
+}
 
 
 def _settings() -> tuple[Settings | None, list[str]]:
@@ -31,6 +36,12 @@ def _settings() -> tuple[Settings | None, list[str]]:
         from deepinfer_plugins.sglang_ext.v0_5_23 import seams
 
         reasons += seams.missing()
+    try:
+        chip = detect(settings.accelerator).chip
+        if chip.refusal:
+            reasons.append(f"{chip.arch.value}: {chip.refusal}")
+    except UnsupportedChip as error:
+        reasons.append(str(error))
     package = os.environ.get(_PACKAGE_VARIABLE, MODELS)
     if package != MODELS:
         reasons.append(
@@ -51,9 +62,7 @@ def platform() -> str | None:
     # SGLang resolves the platform before it imports its model registry. Naming our package here
     # also spares the import of some 250 model files, until one of those is asked for.
     os.environ[_PACKAGE_VARIABLE] = MODELS
-    from deepinfer_plugins.sglang_ext.detect import platform_class
-
-    return platform_class(settings.accelerator)
+    return _PLATFORMS[detect(settings.accelerator).chip.torch_device]
 
 
 def register() -> None:

@@ -1,57 +1,86 @@
-"""What the process that holds the model does once, before it builds it. TEMPORARY FAKE"""
+"""What the process that holds the model does, once."""
+
 from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from torch import nn
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.model_loader.weight_utils import download_weights_from_hf
+from sglang.srt.runtime_context import get_model, get_schedule, process_model_config
+
 from deepinfer_plugins.core import patch
-from deepinfer_plugins.model.caches import cache_specs
+from deepinfer_plugins.core.report import report
+from deepinfer_plugins.core.settings import Settings
+from deepinfer_plugins.kernels.catalogue import load_ops
+from deepinfer_plugins.model.caches import CacheSpec, cache_specs
+from deepinfer_plugins.model.checkpoint import Checkpoint, resolve_model_folder
 from deepinfer_plugins.model.config import ModelConfig
+from deepinfer_plugins.model.engram import CompressedVocabulary
+from deepinfer_plugins.model.loading import load
+from deepinfer_plugins.model.network import DeepseekV41
+from deepinfer_plugins.platforms.detect import want
+from deepinfer_plugins.sglang_ext.attention import StepBackend
+from deepinfer_plugins.sglang_ext.cache import CachePool, Sizes
+from deepinfer_plugins.sglang_ext.hooks import ATTENTION_BACKEND
 from deepinfer_plugins.sglang_ext.v0_5_23 import patches
 
-
-def specs_of(config):
-    return cache_specs(config)
+_LOG = logging.getLogger("deepinfer_plugins")
 
 
-def install(config):
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.runtime_context import get_schedule
-    from deepinfer_plugins.sglang_ext.attention import StepBackend
-    from deepinfer_plugins.sglang_ext.cache import CachePool, Sizes
-    specs = specs_of(config)
-    def pool(original):
-        def build(self, *, sizes, is_dsa_model, is_dsv4_model, req_to_token_pool):
-            return CachePool(sizes.full_max_total_num_tokens, sizes.swa_max_total_num_tokens, get_schedule().page_size, self.device, specs)
-        return build
-    patch.wrap(patches.KV_POOL, pool)
+def open_checkpoint() -> Checkpoint:
+    """Find the checkpoint by SGLang's own way and check all of it, before any memory is allocated."""
+    model = get_model()
+
+    def download(name: str) -> str:
+        return download_weights_from_hf(name, model.download_dir, ["*.safetensors", "*.json"], model.revision)
+
+    return Checkpoint.open(resolve_model_folder(model.model_path, download))
+
+
+def build(checkpoint: Checkpoint, device: torch.device) -> DeepseekV41:
+    """The model with its weights still empty, and SGLang's pools and attention made to fit it."""
+    config = checkpoint.config
+    _install(config)
+    wanted = want(Settings.from_env())
+    _LOG.info("DeepSeek-V4.1 by deepinfer_plugins on %s, for %s", device, wanted)
+    return DeepseekV41(
+        config,
+        load_ops(wanted),
+        device=device,
+        max_positions=process_model_config().context_len,
+        vocabulary=CompressedVocabulary.from_folder(checkpoint.folder, config.vocab_size),
+    )
+
+
+def load_weights(network: DeepseekV41, checkpoint: Checkpoint) -> None:
+    """Stream every tensor of the model into place."""
+    load(network, checkpoint)
+
+
+def _install(config: ModelConfig) -> None:
+    specs = cache_specs(config)
+    patch.wrap(patches.KV_POOL, _own_pool(specs))
     patch.apply(patches.POOL_SIZES, lambda kvc: Sizes(kvc, specs))
-    register_attention_backend("deepinfer")(lambda runner: StepBackend(runner, config.engram_max_ngram_size - 1))
+    register_attention_backend(ATTENTION_BACKEND)(
+        lambda runner: StepBackend(runner, context_length=config.engram_max_ngram_size - 1)
+    )
+    report().add("hooks", f"attention backend {ATTENTION_BACKEND}", f"{StepBackend.__module__}:{StepBackend.__name__}")
 
 
-def open_checkpoint():
-    from sglang.srt.runtime_context import get_server_args
-    return ModelConfig.from_folder(get_server_args().model_path)
+def _own_pool(specs: tuple[CacheSpec, ...]) -> Callable[[Any], Any]:
+    def wrapper(original: Any) -> Any:
+        def build_token_to_kv_pool(self: Any, *, sizes: Any, **_: Any) -> CachePool:
+            return CachePool(
+                sizes.full_max_total_num_tokens,
+                sizes.swa_max_total_num_tokens,
+                get_schedule().page_size,
+                self.device,
+                specs,
+            )
 
+        return build_token_to_kv_pool
 
-class Fake(nn.Module):
-    def __init__(self, config, device):
-        super().__init__()
-        self.config = config
-        self.head_weight = torch.zeros(1, device=device)
-    def forward(self, step, caches):
-        print("STEP", step.num_rows, step.positions.tolist()[:6], step.context_ids.tolist()[:3], flush=True)
-        h = torch.zeros(step.num_rows, self.config.hidden_size, dtype=torch.bfloat16)
-        h[:, 0] = (step.token_ids % 251).to(torch.bfloat16)
-        return h
-    def logits(self, hidden):
-        z = torch.zeros(hidden.shape[0], self.config.vocab_size)
-        z.scatter_(1, (hidden[:, :1].long() + 1) % 500, 5.0)
-        return z
-
-
-def build(config, device):
-    install(config)
-    return Fake(config, device)
-
-
-def load(network, checkpoint):
-    return None
+    return wrapper

@@ -20,7 +20,7 @@ class _Head:
     """
 
     def __init__(self, network: Any) -> None:
-        self.weight = network.head_weight
+        self.weight = network.head.weight
         self.quant_method = self
         self._logits = network.logits
 
@@ -44,7 +44,7 @@ class DeepseekV4ForCausalLM(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Stream the checkpoint by our own reader; SGLang's iterator is left untouched and so reads nothing."""
-        runtime.load(self.network, self.checkpoint)
+        runtime.load_weights(self.network, self.checkpoint)
 
     def get_attention_sliding_window_size(self) -> int:
         return self.network.config.sliding_window
