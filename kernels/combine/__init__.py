@@ -1,0 +1,16 @@
+"""Sum the chosen experts and the shared expert."""
+
+from deepinfer_plugins.core.target import Arch
+from deepinfer_plugins.kernels.registry import register
+from deepinfer_plugins.kernels.spec import Bitwise, Provider
+
+register(
+    Provider(
+        op="combine",
+        name="torch",
+        path="deepinfer_plugins.kernels.combine.reference:combine",
+        archs=frozenset(Arch),
+        batch_invariant=True,
+        agrees=Bitwise(),
+    )
+)

@@ -1,0 +1,16 @@
+"""Engram: add the fetched value to each stream, as far as the stream's gate opens."""
+
+from deepinfer_plugins.core.target import Arch
+from deepinfer_plugins.kernels.registry import register
+from deepinfer_plugins.kernels.spec import Bitwise, Provider
+
+register(
+    Provider(
+        op="engram_gate",
+        name="torch",
+        path="deepinfer_plugins.kernels.engram_gate.torch:engram_gate",
+        archs=frozenset(Arch),
+        batch_invariant=True,
+        agrees=Bitwise(),
+    )
+)

@@ -1,0 +1,16 @@
+"""Engram: fetch table rows."""
+
+from deepinfer_plugins.core.target import Arch
+from deepinfer_plugins.kernels.registry import register
+from deepinfer_plugins.kernels.spec import Bitwise, Provider
+
+register(
+    Provider(
+        op="engram_gather",
+        name="torch",
+        path="deepinfer_plugins.kernels.engram_gather.reference:engram_gather",
+        archs=frozenset(Arch),
+        batch_invariant=True,
+        agrees=Bitwise(),
+    )
+)

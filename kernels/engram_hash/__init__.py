@@ -1,0 +1,16 @@
+"""Engram: table rows of the n-grams that end at each token."""
+
+from deepinfer_plugins.core.target import Arch
+from deepinfer_plugins.kernels.registry import register
+from deepinfer_plugins.kernels.spec import Bitwise, Provider
+
+register(
+    Provider(
+        op="engram_hash",
+        name="torch",
+        path="deepinfer_plugins.kernels.engram_hash.reference:engram_hash",
+        archs=frozenset(Arch),
+        batch_invariant=True,
+        agrees=Bitwise(),
+    )
+)

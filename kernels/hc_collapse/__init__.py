@@ -1,0 +1,16 @@
+"""Hyper-connections: one input from the streams."""
+
+from deepinfer_plugins.core.target import Arch
+from deepinfer_plugins.kernels.registry import register
+from deepinfer_plugins.kernels.spec import Bitwise, Provider
+
+register(
+    Provider(
+        op="hc_collapse",
+        name="torch",
+        path="deepinfer_plugins.kernels.hc_collapse.reference:hc_collapse",
+        archs=frozenset(Arch),
+        batch_invariant=True,
+        agrees=Bitwise(),
+    )
+)

@@ -1,0 +1,16 @@
+"""Hyper-connections: spread a sublayer's output over the streams and mix the streams."""
+
+from deepinfer_plugins.core.target import Arch
+from deepinfer_plugins.kernels.registry import register
+from deepinfer_plugins.kernels.spec import Bitwise, Provider
+
+register(
+    Provider(
+        op="hc_merge",
+        name="torch",
+        path="deepinfer_plugins.kernels.hc_merge.reference:hc_merge",
+        archs=frozenset(Arch),
+        batch_invariant=True,
+        agrees=Bitwise(),
+    )
+)

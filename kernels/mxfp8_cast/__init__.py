@@ -1,0 +1,16 @@
+"""Quantise rows to MXFP8: e4m3 with one power-of-two scale per 32 values."""
+
+from deepinfer_plugins.core.target import Arch
+from deepinfer_plugins.kernels.registry import register
+from deepinfer_plugins.kernels.spec import Bitwise, Provider
+
+register(
+    Provider(
+        op="mxfp8_cast",
+        name="torch",
+        path="deepinfer_plugins.kernels.mxfp8_cast.reference:mxfp8_cast",
+        archs=frozenset(Arch),
+        batch_invariant=True,
+        agrees=Bitwise(),
+    )
+)

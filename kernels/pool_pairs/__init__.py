@@ -1,0 +1,16 @@
+"""Compressor: pool two latents by a softmax over their gates."""
+
+from deepinfer_plugins.core.target import Arch
+from deepinfer_plugins.kernels.registry import register
+from deepinfer_plugins.kernels.spec import Bitwise, Provider
+
+register(
+    Provider(
+        op="pool_pairs",
+        name="torch",
+        path="deepinfer_plugins.kernels.pool_pairs.reference:pool_pairs",
+        archs=frozenset(Arch),
+        batch_invariant=True,
+        agrees=Bitwise(),
+    )
+)

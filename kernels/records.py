@@ -1,0 +1,54 @@
+"""Reading and writing cache records in paged, possibly interleaved, memory."""
+
+from __future__ import annotations
+
+import torch
+
+
+def write_records(records: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write row ``i`` of ``records`` to slot ``slots[i]``, in place; a negative slot is not written.
+
+    Args:
+        records: ``[n, record_bytes]``, uint8.
+        pages: ``[num_pages, page_size, record_bytes]``, uint8, any strides.
+        slots: ``[n]``, int64, ``page * page_size + offset``; those not negative are distinct.
+
+    Raises:
+        ValueError: If ``pages`` holds records of another size.
+    """
+    if pages.shape[2] != records.shape[1]:
+        raise ValueError(f"a record has {records.shape[1]} bytes, but the pages hold records of {pages.shape[2]}")
+    page_size = pages.shape[1]
+    kept = slots >= 0
+    slots = slots[kept]
+    pages[slots // page_size, slots % page_size] = records[kept]
+
+
+def read_slots(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Records ``[n, record_bytes]`` at ``slots [n]``, int64; zeros where the slot is negative."""
+    page_size = pages.shape[1]
+    missing = slots < 0
+    slots = slots.masked_fill(missing, 0)
+    return pages[slots // page_size, slots % page_size].masked_fill(missing[:, None], 0)
+
+
+def read_entries(
+    pages: torch.Tensor, table: torch.Tensor, request: torch.Tensor, entries: torch.Tensor, valid: torch.Tensor
+) -> torch.Tensor:
+    """Records of entries, by page table.
+
+    Args:
+        pages: ``[num_pages, page_size, record_bytes]``, uint8, any strides.
+        table: ``[num_requests, max_pages]``, int32 or int64.
+        request: int64, any shape that broadcasts to that of ``entries``.
+        entries: int64.
+        valid: bool, shape of ``entries``.
+
+    Returns:
+        Shape of ``entries`` and ``record_bytes``, uint8. Where ``valid`` is false, some record that exists:
+        its bytes may be anything, so the caller must replace what it decodes to.
+    """
+    page_size = pages.shape[1]
+    entries = entries.masked_fill(~valid, 0)
+    page = table[request, entries // page_size].long().masked_fill(~valid, 0)
+    return pages[page, entries % page_size]

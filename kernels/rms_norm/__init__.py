@@ -1,0 +1,16 @@
+"""Root-mean-square normalisation of rows."""
+
+from deepinfer_plugins.core.target import Arch
+from deepinfer_plugins.kernels.registry import register
+from deepinfer_plugins.kernels.spec import Bitwise, Provider
+
+register(
+    Provider(
+        op="rms_norm",
+        name="torch",
+        path="deepinfer_plugins.kernels.rms_norm.reference:rms_norm",
+        archs=frozenset(Arch),
+        batch_invariant=True,
+        agrees=Bitwise(),
+    )
+)

@@ -1,0 +1,16 @@
+"""Rotary position embedding of the trailing dimensions."""
+
+from deepinfer_plugins.core.target import Arch
+from deepinfer_plugins.kernels.registry import register
+from deepinfer_plugins.kernels.spec import Bitwise, Provider
+
+register(
+    Provider(
+        op="rope",
+        name="torch",
+        path="deepinfer_plugins.kernels.rope.reference:rope",
+        archs=frozenset(Arch),
+        batch_invariant=True,
+        agrees=Bitwise(),
+    )
+)

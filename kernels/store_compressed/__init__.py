@@ -1,0 +1,16 @@
+"""Write compressed keys to their cache."""
+
+from deepinfer_plugins.core.target import Arch
+from deepinfer_plugins.kernels.registry import register
+from deepinfer_plugins.kernels.spec import Bitwise, Provider
+
+register(
+    Provider(
+        op="store_compressed",
+        name="torch",
+        path="deepinfer_plugins.kernels.store_compressed.reference:store_compressed",
+        archs=frozenset(Arch),
+        batch_invariant=True,
+        agrees=Bitwise(),
+    )
+)

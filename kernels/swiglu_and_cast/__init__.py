@@ -1,0 +1,16 @@
+"""Clamped SwiGLU, then MXFP8."""
+
+from deepinfer_plugins.core.target import Arch
+from deepinfer_plugins.kernels.registry import register
+from deepinfer_plugins.kernels.spec import Bitwise, Provider
+
+register(
+    Provider(
+        op="swiglu_and_cast",
+        name="torch",
+        path="deepinfer_plugins.kernels.swiglu_and_cast.reference:swiglu_and_cast",
+        archs=frozenset(Arch),
+        batch_invariant=True,
+        agrees=Bitwise(),
+    )
+)
