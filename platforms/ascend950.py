@@ -46,6 +46,6 @@ class Ascend950(Chip):
         reasons = super().refusals(batch_invariant=batch_invariant)
         if batch_invariant:
             reasons.append(
-                "ascend950: DeepInfer itself has no batch-invariant mode here; unset DEEPINFER_BATCH_INVARIANT"
+                "ascend950: no batch-invariant mode, as in DeepInfer; unset DEEPINFER_BATCH_INVARIANT"
             )
         return reasons

@@ -15,7 +15,7 @@ from deepinfer_plugins.platforms.sm100 import SM100
 
 # In the order in which they are asked.
 CHIPS: tuple[type[Chip], ...] = (SM100, SM90, Ascend950, CPU)
-_OF_ACCELERATOR = {"nvidia": (SM100, SM90), "ascend": (Ascend950,), None: CHIPS}
+_OF_ACCELERATOR = {"nvidia": (SM100, SM90), "ascend": (Ascend950,), "cpu": (CPU,), None: CHIPS}
 
 
 class UnsupportedChip(RuntimeError):
@@ -47,7 +47,7 @@ def detect(accelerator: str | None = None) -> Found:
         UnsupportedChip: If there is no such chip, or a GPU that is neither SM90 nor SM100, or GPUs
             of different kinds.
     """
-    gpus = nvml.visible() if nvml.torch_has_cuda() and accelerator != "ascend" else []
+    gpus = nvml.visible() if nvml.torch_has_cuda() and accelerator in (None, "nvidia") else []
     described = ", ".join(f"{gpu.name} ({gpu.capability[0]}.{gpu.capability[1]})" for gpu in gpus)
     if len({gpu.capability for gpu in gpus}) > 1:
         raise UnsupportedChip(

@@ -10,11 +10,13 @@ import json
 import os
 import sys
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 # SGLang renames DeepseekV41ForCausalLM to this while it reads the configuration.
 ARCHITECTURES = ("DeepseekV4ForCausalLM",)
+OURS = "deepinfer_plugins."
 
 
 def _platform(problems: list[str]) -> str:
@@ -22,7 +24,10 @@ def _platform(problems: list[str]) -> str:
 
     try:
         platform = type(sglang.srt.platforms.current_platform)
-    except (SystemExit, Exception) as error:
+    except SystemExit as error:
+        problems.append(f"SGLang would exit: {error}")
+        return ""
+    except Exception as error:
         traceback.print_exc()
         problems.append(f"SGLang would not start: it finds no platform: {error}")
         return ""
@@ -50,13 +55,53 @@ def _model(architecture: str, problems: list[str]) -> str:
     return f"{found.__module__}:{found.__qualname__}"
 
 
+def _hooks() -> dict[str, str]:
+    """Our steps in SGLang's resolution of its configuration, from its own table."""
+    from sglang.srt.arg_groups import resolution_hooks
+
+    ours = {}
+    for step, hooks in resolution_hooks._HOOKS.items():
+        for hook in hooks:
+            if hook.__module__.startswith(OURS):
+                ours[step] = f"{hook.__module__}:{hook.__qualname__}"
+    return ours
+
+
+def _planned() -> list[dict[str, Any]]:
+    """Patches that the scheduler's process makes when it builds the model."""
+    from deepinfer_plugins.sglang_ext.v0_5_23.patches import PATCHES
+
+    return [asdict(patch) for patch in PATCHES]
+
+
+def state() -> dict[str, Any]:
+    """What SGLang runs in this process as it is now, with the keys that the other room's probe has."""
+    import sglang
+
+    from deepinfer_plugins.core.report import report
+    from deepinfer_plugins.platforms.survey import survey
+
+    problems: list[str] = []
+    record = report().as_dict()
+    return {
+        "version": sglang.__version__,
+        "models": {name: _model(name, problems) for name in ARCHITECTURES},
+        "platform": _platform(problems),
+        "hooks": _hooks(),
+        "planned": _planned() if record["active"] else [],
+        "report": record,
+        "survey": survey(),
+        "problems": problems,
+    }
+
+
 def probe() -> dict[str, Any]:
-    """What SGLang would run, as JSON takes it.
+    """What SGLang would run: :func:`state` once the plugins are loaded, as in every process of SGLang.
 
     Returns:
-        The same keys as :func:`deepinfer_plugins.vllm_ext.probe.probe`.
+        Also ``not_enabled``, the entry-point groups of ours that SGLang does not call, and ``switch``,
+        the variables that tell it not to.
     """
-    import sglang
     from sglang.srt.plugins import (
         GENERAL_PLUGINS_GROUP,
         PLATFORM_PLUGINS_GROUP,
@@ -64,27 +109,22 @@ def probe() -> dict[str, Any]:
         load_plugins_by_group,
     )
 
-    problems: list[str] = []
     groups = (GENERAL_PLUGINS_GROUP, PLATFORM_PLUGINS_GROUP)
-    enabled = [group for group in groups if "deepinfer" in load_plugins_by_group(group, _get_excluded_dists())]
-    platform = _platform(problems)
+    excluded = _get_excluded_dists()
+    not_enabled = [group for group in groups if "deepinfer" not in load_plugins_by_group(group, excluded)]
+    problems: list[str] = []
+    _platform(problems)
     _load_plugins(problems)
-    models = {name: _model(name, problems) for name in ARCHITECTURES}
-
-    from deepinfer_plugins.core.report import report
-    from deepinfer_plugins.platforms.survey import survey
-
-    switches = {name: os.environ[name] for name in ("SGLANG_PLUGINS", "SGLANG_PLATFORM") if os.environ.get(name)}
+    found = state()
+    # SGLang reads an empty SGLANG_PLUGINS like an unset one: it does not keep plugins out.
+    switches = {
+        name: os.environ[name] for name in ("SGLANG_PLUGINS", "SGLANG_PLATFORM") if os.environ.get(name)
+    }
     return {
-        "version": sglang.__version__,
-        "enabled": enabled,
-        "not_enabled": [group for group in groups if group not in enabled],
+        **found,
+        "not_enabled": not_enabled,
         "switch": ", ".join(f"{name}={value!r}" for name, value in switches.items()),
-        "models": models,
-        "platform": platform,
-        "report": report().as_dict(),
-        "survey": survey(),
-        "problems": problems,
+        "problems": list(dict.fromkeys(problems + found["problems"])),
     }
 
 

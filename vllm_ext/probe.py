@@ -35,7 +35,10 @@ def _platform(problems: list[str]) -> str:
 
     try:
         platform = type(vllm.platforms.current_platform)
-    except (SystemExit, Exception) as error:
+    except SystemExit as error:
+        problems.append(f"vLLM would exit: {error}")
+        return ""
+    except Exception as error:
         traceback.print_exc()
         problems.append(f"vLLM would not start: it finds no platform: {error}")
         return ""
@@ -60,39 +63,54 @@ def _model(architecture: str, problems: list[str]) -> str:
     return f"{found.__module__}:{found.__qualname__}"
 
 
-def probe() -> dict[str, Any]:
-    """What vLLM would run, as JSON takes it.
+def state() -> dict[str, Any]:
+    """What vLLM runs in this process as it is now, as JSON takes it.
 
     Returns:
-        ``version``; ``models`` and ``platform``, the engine's own answers; ``enabled``, whether the
-        engine calls our entry points at all; ``report``, this package's record; ``survey``; and
-        ``problems``.
+        ``version``; ``models`` (by architecture) and ``platform``, the engine's own answers, each
+        ``"module:Class"``; ``hooks``, by name, and ``planned``, patches that the process which builds
+        the model will make; ``report``, this package's record; ``survey``; and ``problems``.
     """
     import vllm
     from vllm import envs
-    from vllm.plugins import DEFAULT_PLUGINS_GROUP, PLATFORM_PLUGINS_GROUP, load_plugins_by_group
-
-    problems: list[str] = []
-    groups = (DEFAULT_PLUGINS_GROUP, PLATFORM_PLUGINS_GROUP)
-    enabled = [group for group in groups if "deepinfer" in load_plugins_by_group(group)]
-    # In an engine, whichever comes first resolves the platform; plugins may look at it.
-    platform = _platform(problems)
-    _load_plugins(problems)
-    models = {name: _model(name, problems) for name in ARCHITECTURES}
 
     from deepinfer_plugins.core.report import report
     from deepinfer_plugins.platforms.survey import survey
 
+    problems: list[str] = []
     return {
         "version": vllm.__version__,
-        "enabled": enabled,
-        "not_enabled": [group for group in groups if group not in enabled],
-        "switch": f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r}" if "VLLM_PLUGINS" in os.environ else "",
-        "models": models,
-        "platform": platform,
+        "models": {name: _model(name, problems) for name in ARCHITECTURES},
+        "platform": _platform(problems),
+        "hooks": {},
+        "planned": [],
         "report": report().as_dict(),
         "survey": survey(batch_invariant=True if envs.VLLM_BATCH_INVARIANT else None),
         "problems": problems,
+    }
+
+
+def probe() -> dict[str, Any]:
+    """What vLLM would run: :func:`state` once the plugins are loaded, as in every process of vLLM.
+
+    Returns:
+        Also ``not_enabled``, the entry-point groups of ours that vLLM does not call, and ``switch``,
+        the variable that tells it not to.
+    """
+    from vllm.plugins import DEFAULT_PLUGINS_GROUP, PLATFORM_PLUGINS_GROUP, load_plugins_by_group
+
+    groups = (DEFAULT_PLUGINS_GROUP, PLATFORM_PLUGINS_GROUP)
+    not_enabled = [group for group in groups if "deepinfer" not in load_plugins_by_group(group)]
+    problems: list[str] = []
+    # In an engine, whatever comes first resolves the platform; plugins may look at it.
+    _platform(problems)
+    _load_plugins(problems)
+    found = state()
+    return {
+        **found,
+        "not_enabled": not_enabled,
+        "switch": f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r}" if "VLLM_PLUGINS" in os.environ else "",
+        "problems": list(dict.fromkeys(problems + found["problems"])),
     }
 
 

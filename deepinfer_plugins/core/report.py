@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from deepinfer_plugins.core import patch as patches
@@ -55,10 +55,7 @@ class Report:
             "version": self.version,
             "active": self.active,
             "registered": {kind: dict(names) for kind, names in self.registered.items()},
-            "patches": [
-                {"target": p.target, "why": p.why, "upstream": p.upstream, "remove_when": p.remove_when}
-                for p in patches.ledger()
-            ],
+            "patches": [asdict(patch) for patch in patches.ledger()],
             "problems": [
                 *self.problems,
                 *(f"{target}: replaced by somebody else" for target in patches.overwritten()),

@@ -114,7 +114,8 @@ class Settings:
     """Every setting of the environment; None where nothing was asked for.
 
     Args:
-        accelerator: ``DEEPINFER_ACCELERATOR``: ``"nvidia"`` or ``"ascend"``; None: as detected.
+        accelerator: ``DEEPINFER_ACCELERATOR``: ``"nvidia"``, ``"ascend"``, or ours,
+            ``"cpu"``; None: as detected.
         hf_model_dir: ``DEEPINFER_HF_MODEL_DIR``: the checkpoint's folder.
         batch_invariant: ``DEEPINFER_BATCH_INVARIANT``.
         draft_tokens: ``DEEPINFER_USE_NEXTN_DECODE``: drafts per request; 0 for no drafting.
@@ -156,7 +157,7 @@ class Settings:
             return parse(name, environ[name]) if name in environ else None
 
         settings = cls(
-            accelerator=read("DEEPINFER_ACCELERATOR", _one_of("nvidia", "ascend")),
+            accelerator=read("DEEPINFER_ACCELERATOR", _one_of("nvidia", "ascend", "cpu")),
             hf_model_dir=environ.get("DEEPINFER_HF_MODEL_DIR") or None,
             batch_invariant=read("DEEPINFER_BATCH_INVARIANT", _flag),
             draft_tokens=read("DEEPINFER_USE_NEXTN_DECODE", _count),
@@ -212,16 +213,12 @@ def _not_built(settings: Settings, environ: Mapping[str, str]) -> tuple[tuple[st
         problems.append(
             f"DEEPINFER_YOCO_PREFILL_KEEP_TOKENS={settings.keep_tokens}: {unsupported}; nothing is truncated"
         )
-    for suffix in _UNSUPPORTED_RESULT:
-        if environ.get(f"DEEPINFER_{suffix}"):
-            refusals.append(
-                f"DEEPINFER_{suffix}={environ[f'DEEPINFER_{suffix}']}: {unsupported}, and it changes results; unset it"
-            )
-    for suffix in _UNSUPPORTED_SPEED:
-        if f"DEEPINFER_{suffix}" in environ:
-            problems.append(
-                f"DEEPINFER_{suffix}={environ[f'DEEPINFER_{suffix}']}: {unsupported}; it has no effect"
-            )
+    for name in (f"DEEPINFER_{suffix}" for suffix in _UNSUPPORTED_RESULT):
+        if environ.get(name):
+            refusals.append(f"{name}={environ[name]}: {unsupported}, and it changes results; unset it")
+    for name in (f"DEEPINFER_{suffix}" for suffix in _UNSUPPORTED_SPEED):
+        if name in environ:
+            problems.append(f"{name}={environ[name]}: {unsupported}; it has no effect")
     return tuple(problems), tuple(refusals)
 
 

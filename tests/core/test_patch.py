@@ -3,7 +3,6 @@
 import sys
 import types
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 

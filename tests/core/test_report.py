@@ -38,7 +38,13 @@ def test_as_dict_is_json_and_has_the_patches() -> None:
             "hooks": {},
         },
         "patches": [
-            {"target": patch.target, "why": "an example", "upstream": "none", "remove_when": "never"}
+            {
+                "target": patch.target,
+                "why": "an example",
+                "upstream": "none",
+                "remove_when": "never",
+                "parameters": [],
+            }
         ],
         "problems": ["a problem"],
     }

@@ -57,7 +57,7 @@ def test_every_documented_variable_is_read() -> None:
     [
         ("DEEPINFER_BATCH_INVARIANT", "no", "true"),
         ("DEEPINFER_BATCH_INVARIANT", "yes", "true"),
-        ("DEEPINFER_ACCELERATOR", "amd", "nvidia, ascend"),
+        ("DEEPINFER_ACCELERATOR", "amd", "nvidia, ascend, cpu"),
         ("DEEPINFER_USE_NEXTN_DECODE", "-1", "whole numbers"),
         ("DEEPINFER_USE_NEXTN_DECODE", "", "whole numbers"),
         ("DEEPINFER_YOCO_PREFILL_KEEP_TOKENS", "1.5", "whole numbers"),

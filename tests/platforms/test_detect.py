@@ -44,6 +44,7 @@ def test_nvidia(machine, gpu: Device, arch: Arch) -> None:
     assert (found.arch, found.name) == (arch, gpu.name)
     assert str(found) == f"{arch.value} ({gpu.name})"
     assert detect.detect("nvidia") == found
+    assert detect.detect("cpu").arch is Arch.CPU
 
 
 def test_no_gpu_is_a_cpu(machine) -> None:

@@ -1,0 +1,1 @@
+"""One module per sub-command of ``deepinfer-plugins``, imported when it is called."""

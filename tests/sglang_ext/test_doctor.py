@@ -1,0 +1,104 @@
+"""``doctor`` asks SGLang, and is right in the four situations."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed here"),
+    # Each test loads SGLang in a process of its own.
+    pytest.mark.slow,
+]
+
+# SGLang renames DeepseekV41ForCausalLM to this while it reads the configuration.
+ARCHITECTURE = "DeepseekV4ForCausalLM"
+
+
+def doctor(*path: Path, **variables: str) -> tuple[int, dict]:
+    environ = {
+        name: value for name, value in os.environ.items() if not name.startswith(("DEEPINFER_", "SGLANG_"))
+    }
+    environ["PYTHONPATH"] = os.pathsep.join(map(str, path))
+    command = [sys.executable, "-P", "-m", "deepinfer_plugins.cli", "doctor", "--engine", "sglang", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**environ, **variables}, timeout=500)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def renamed(tmp_path: Path, module: str, old: str, new: str) -> Path:
+    """A SGLang in which ``module`` has another name for something; all other files are the installed ones."""
+    installed = Path(importlib.util.find_spec("sglang").origin).parent  # type: ignore[union-attr, arg-type]
+    site = tmp_path / "site"
+    here, there = installed, site / "sglang"
+    *folders, file = module.split(".")[1:]
+    for folder in [*folders, None]:
+        there.mkdir(parents=True)
+        for entry in here.iterdir():
+            if entry.name not in (folder, f"{file}.py" if folder is None else None):
+                (there / entry.name).symlink_to(entry)
+        if folder is not None:
+            here, there = here / folder, there / folder
+    source = (here / f"{file}.py").read_text()
+    assert old in source
+    (there / f"{file}.py").write_text(source.replace(old, new))
+    return site
+
+
+def test_normal() -> None:
+    status, answer = doctor()
+    assert (status, answer["problems"]) == (0, [])
+    assert answer["active"] is True
+    assert (answer["engine"], answer["version"]) == ("sglang", importlib.metadata.version("sglang"))
+    assert answer["registered"]["models"][ARCHITECTURE].startswith("deepinfer_plugins.sglang_ext.")
+    assert list(answer["registered"]["platforms"].values())[0].startswith("deepinfer_plugins.sglang_ext.")
+    assert answer["operators"]["sparse_attention"]["provider"]
+
+
+def test_plugin_is_not_enabled() -> None:
+    status, answer = doctor(SGLANG_PLUGINS="other_plugin")
+    assert (status, answer["active"]) == (1, False)
+    assert answer["registered"] == {"models": {}, "platforms": {}, "hooks": {}}
+    (problem,) = answer["problems"]
+    assert "SGLANG_PLUGINS='other_plugin' leaves it out" in problem and "sglang.srt.plugins" in problem
+
+
+def test_empty_list_of_plugins_means_all() -> None:
+    """Unlike vLLM, SGLang reads the empty variable like one that is not set."""
+    status, answer = doctor(SGLANG_PLUGINS="")
+    assert (status, answer["active"]) == (0, True)
+
+
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_broken_seam(tmp_path: Path, strict: str) -> None:
+    site = renamed(
+        tmp_path,
+        "sglang.srt.model_executor.pool_configurator",
+        "def create_memory_pool_configurator(",
+        "def make_pool_configurator(",
+    )
+    status, answer = doctor(site, DEEPINFER_PLUGINS_STRICT=strict)
+    assert (status, answer["active"]) == (1, False)
+    assert answer["registered"]["models"] == {}
+    problems = "\n".join(answer["problems"])
+    assert "sglang.srt.model_executor.pool_configurator:create_memory_pool_configurator" in problems
+    assert ("SGLang would exit" in problems) is (strict == "1")
+
+
+def test_native_model_as_asked() -> None:
+    status, answer = doctor(DEEPINFER_PLUGINS_MODEL="native")
+    assert (status, answer["active"], answer["problems"]) == (0, False, [])
+    assert answer["registered"]["models"] == {}
+    assert any("as asked" in warning for warning in answer["warnings"])
+
+
+def test_provider_asked_for_does_not_exist() -> None:
+    status, answer = doctor(DEEPINFER_PLUGINS_ROPE="no_such")
+    assert status == 1
+    assert answer["operators"]["rope"]["provider"] is None
+    assert any("DEEPINFER_PLUGINS_ROPE=no_such" in problem for problem in answer["problems"])
