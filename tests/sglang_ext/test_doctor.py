@@ -25,7 +25,7 @@ def doctor(*path: Path, **variables: str) -> tuple[int, dict]:
         name: value for name, value in os.environ.items() if not name.startswith(("DEEPINFER_", "SGLANG_"))
     }
     environ["PYTHONPATH"] = os.pathsep.join(map(str, path))
-    command = [sys.executable, "-P", "-m", "deepinfer_plugins.cli", "doctor", "--engine", "sglang", "--json"]
+    command = [sys.executable, "-P", "-m", "deepinfer_plugins", "doctor", "--engine", "sglang", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env={**environ, **variables}, timeout=500)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)

@@ -1,0 +1,205 @@
+"""A server, a checkpoint, the whole-model reference for it and prompts, for every test of the room."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang", reason="these tests run in SGLang's environment")
+
+import torch  # noqa: E402
+
+from deepinfer_plugins.model.checkpoint import Checkpoint  # noqa: E402
+from deepinfer_plugins.model.config import ModelConfig  # noqa: E402
+from deepinfer_plugins.model.make_checkpoint import make_checkpoint  # noqa: E402
+from deepinfer_plugins.model.oracle import Oracle, compressed_vocab  # noqa: E402
+
+START_TIMEOUT_S = 240
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's environment, without what would slow the engine down or change its plugins."""
+    hidden = ("PYTHONDONTWRITEBYTECODE", "SGLANG_PLUGINS", "SGLANG_PLATFORM", "SGLANG_EXTERNAL_MODEL_PACKAGE")
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    return {**kept, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DEEPINFER_PLUGINS_STRICT": "1", **variables}
+
+
+class Refused(Exception):
+    """The server's answer was an error."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"{status}: {text}")
+        self.status, self.text = status, text
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server.
+
+    Args:
+        url: Where it listens.
+        log: The file its output goes to.
+        start_s: Seconds until it answered.
+    """
+
+    url: str
+    log: Path
+    start_s: float
+
+    def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 240) -> Any:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                text = answer.read()
+        except urllib.error.HTTPError as error:
+            raise Refused(error.code, error.read().decode()) from error
+        return json.loads(text) if text.startswith((b"{", b"[")) else text.decode()
+
+    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, **more: Any) -> list[dict[str, Any]]:
+        """Greedy generation of all prompts at once; the answers of ``/generate``, in order."""
+        return self.post(
+            "/generate",
+            {
+                "input_ids": [list(prompt) for prompt in prompts],
+                "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+                **more,
+            },
+        )
+
+    def tokens(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
+        return [answer["output_ids"] for answer in self.generate(prompts, new_tokens)]
+
+    def flush(self) -> None:
+        """Forget every cached prefix."""
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                self.post("/flush_cache", {})
+                return
+            except Refused:
+                # A request that has just been answered may still be in the scheduler's last batch.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+
+@contextmanager
+def serving(checkpoint: Path, log: Path, *arguments: str, **variables: str) -> Iterator[Server]:
+    """``python -m sglang.launch_server`` on a checkpoint.
+
+    Args:
+        checkpoint: The folder.
+        log: Where its output goes.
+        arguments: More of its command line.
+        variables: More of its environment.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint), "--host", "127.0.0.1"]
+    started = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--port", str(port), *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment(**variables),
+            start_new_session=True,
+        )
+        url = f"http://127.0.0.1:{port}"
+        try:
+            while True:
+                try:
+                    urllib.request.urlopen(f"{url}/health", timeout=5)
+                    break
+                except OSError:
+                    if process.poll() is not None or time.monotonic() - started > START_TIMEOUT_S:
+                        raise AssertionError(f"the server did not come up:\n{log.read_text()[-4000:]}") from None
+                    time.sleep(0.3)
+            yield Server(url, log, time.monotonic() - started)
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+NEW_TOKENS = 64
+LENGTHS = (1, 2, 3, 5, 17, 31, 63, 64, 65, 127, 128, 130, 255, 301, 500, 700)
+
+
+@dataclass
+class Reference:
+    """What the oracle says: greedy tokens, asked once for each prompt."""
+
+    oracle: Oracle
+    config: ModelConfig
+    _known: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    def check(self, prompt: Sequence[int], generated: list[int], label: str) -> None:
+        """Fail unless the oracle would have generated the same."""
+        known = self._known.get(tuple(prompt), [])
+        if known[: len(generated)] == generated:
+            return
+        first = self.oracle.verify(list(prompt), generated)
+        assert first is None, (
+            f"{label}: prompt of {len(prompt)} tokens: token {first} is {generated[first]}, which the oracle did not choose"
+        )
+        if len(generated) > len(known):
+            self._known[tuple(prompt)] = generated
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "small"
+    make_checkpoint(folder, "small")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint: Path) -> Reference:
+    opened = Checkpoint.open(checkpoint)
+    tensors = {name: opened.read(name) for name in opened.names}
+    return Reference(Oracle(opened.config, tensors, compressed_vocab(checkpoint / "tokenizer.json")), opened.config)
+
+
+@pytest.fixture(scope="session")
+def prompts(reference: Reference) -> list[list[int]]:
+    """Sixteen, of 1 to 700 tokens, none a prefix of another."""
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(10, 1000, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+Serving = Callable[..., AbstractContextManager[Server]]
+
+
+@pytest.fixture(scope="session")
+def serve(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Serving:
+    """Start a server on the checkpoint: ``serve(*arguments, **variables)``."""
+
+    def start(*arguments: str, model: Path = checkpoint, **variables: str) -> AbstractContextManager[Server]:
+        return serving(model, tmp_path_factory.mktemp("server") / "log", *arguments, **variables)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def engine_environment() -> Callable[..., dict[str, str]]:
+    return environment
