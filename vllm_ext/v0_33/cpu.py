@@ -9,7 +9,7 @@ import torch
 from vllm.platforms.cpu import CpuPlatform
 
 from deepinfer_plugins.platforms.cpu import CPU
-from deepinfer_plugins.vllm_ext.v0_33 import defaults
+from deepinfer_plugins.vllm_ext.v0_33 import cpu_kernels, defaults
 
 # A CPU that interprets its kernels does not reach the release's million positions, and tables of that
 # length cost memory before the first token.
@@ -31,6 +31,10 @@ class DeepInferCpuPlatform(CpuPlatform):
             library.define("init_cpu_memory_env(int[] nodes) -> ()")
             library.impl("init_cpu_memory_env", lambda nodes: None, "CompositeExplicitAutograd")
             _operators.append(library)
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        cpu_kernels.install()
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:

@@ -8,6 +8,7 @@ whether it has Triton at all), and the wheel has none for a CPU.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,8 @@ NAME = "interpreter"
 def install() -> None:
     """Switch the interpreter on and give Triton a driver that says so. Harmless when done before.
 
-    Must run before anything decorates a kernel: Triton decides at decoration.
+    Must run before anything decorates a kernel, since Triton decides at decoration whether to
+    compile it. vLLM imports Triton before it loads plugins, so Triton's own functions are decorated again.
     """
     os.environ["TRITON_INTERPRET"] = "1"
     from triton.backends import Backend, backends
@@ -27,6 +29,22 @@ def install() -> None:
         return
     compiler, driver = _classes()
     backends[NAME] = Backend(compiler, driver)
+    _interpret_library()
+
+
+def _interpret_library() -> None:
+    """Exchange the functions of Triton's library (``tl.max`` and its like) for interpreted ones."""
+    from triton.language.core import tensor
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    interpreted: dict[int, InterpretedFunction] = {}
+    modules = [module for name, module in sys.modules.items() if name.startswith("triton.language")]
+    for holder in [*modules, tensor]:
+        for name, value in [*vars(holder).items()]:
+            if isinstance(value, JITFunction):
+                exchanged = interpreted.setdefault(id(value), InterpretedFunction(value.fn))
+                setattr(holder, name, exchanged)
 
 
 def _classes() -> tuple[type, type]:
