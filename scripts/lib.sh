@@ -22,7 +22,7 @@ get_uv() {
         # --target works without venv's ensurepip and on a Python that the system manages.
         if "$python" -m pip --version >/dev/null 2>&1; then
             rm -rf .venv/uv
-            "$python" -m pip install --quiet --no-cache-dir --target .venv/uv "uv==$UV_VERSION" && return
+            PIP_ROOT_USER_ACTION=ignore "$python" -m pip install --quiet --no-cache-dir --target .venv/uv "uv==$UV_VERSION" && return
         fi
     done
     command -v uv >/dev/null && return
