@@ -12,6 +12,8 @@ from deepinfer_plugins.commands.doctor import Diagnosis
 def show(found: Diagnosis, console: Console) -> None:
     """Print it: what is there, what was chosen and why, and what is wrong last, where it is seen."""
     facts = Table.grid(padding=(0, 2))
+    facts.add_column(no_wrap=True)
+    facts.add_column(overflow="fold")
     facts.add_row("engine", f"{found.engine or 'none'} {found.version or ''}".strip())
     facts.add_row("chip", escape(found.chip or "unknown"))
     facts.add_row("active", "[green]yes[/]" if found.active else "[red]no[/]")

@@ -26,7 +26,7 @@ def doctor(*path: Path, **variables: str) -> tuple[int, dict]:
         if not name.startswith(("DEEPINFER_", "VLLM_PLUGINS"))
     }
     environ["PYTHONPATH"] = os.pathsep.join(map(str, path))
-    command = [sys.executable, "-P", "-m", "deepinfer_plugins.cli", "doctor", "--engine", "vllm", "--json"]
+    command = [sys.executable, "-P", "-m", "deepinfer_plugins", "doctor", "--engine", "vllm", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env={**environ, **variables}, timeout=500)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)

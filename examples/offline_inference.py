@@ -1,0 +1,291 @@
+"""Generate from a few prompts with vLLM or SGLang, through the engine's own Python interface.
+
+Without ``--model`` a small checkpoint of random weights is made once and kept in the user's cache: the
+texts are noise, and everything else is as with the release.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+PROMPTS = [
+    "The capital of France is",
+    "Write a haiku about the sea.",
+    "def fibonacci(n):",
+    "In 1905, Einstein published",
+]
+
+
+class EngineName(StrEnum):
+    """The engines to choose from."""
+
+    vllm = "vllm"
+    sglang = "sglang"
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one prompt became."""
+
+    prompt_tokens: int
+    token_ids: list[int]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen; temperature 0 is greedy."""
+
+    max_tokens: int
+    temperature: float
+    seed: int
+
+
+class VLLM:
+    """``vllm.LLM``."""
+
+    def __init__(self, model: str) -> None:
+        # In this process, so that the model itself can be asked what it is. The engine logs errors only.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        from vllm import LLM
+
+        self._llm = LLM(model=model)
+
+    def generate(self, prompts: list[str], sampling: Sampling) -> list[Output]:
+        """Generate for all prompts at once; vLLM shows its own progress bar."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            seed=sampling.seed,
+            ignore_eos=True,
+        )
+        return [
+            Output(len(done.prompt_token_ids), list(done.outputs[0].token_ids), done.outputs[0].text)
+            for done in self._llm.generate(prompts, parameters)
+        ]
+
+    def active(self) -> dict[str, Any]:
+        """What runs, as the engine says."""
+        from deepinfer_plugins.vllm_ext import probe
+
+        state = probe.state()
+        (state["model"],) = self._llm.apply_model(
+            lambda model: f"{type(model).__module__}:{type(model).__name__}"
+        )
+        return state
+
+    def close(self) -> None:
+        """The engine lives in this process and ends with it."""
+
+
+class SGLang:
+    """``sglang.Engine``."""
+
+    def __init__(self, model: str) -> None:
+        import sglang
+
+        self._engine = sglang.Engine(model_path=model, log_level="error")
+
+    def generate(self, prompts: list[str], sampling: Sampling) -> list[Output]:
+        """Generate for all prompts at once, with a bar that counts tokens."""
+        parameters = {
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "sampling_seed": sampling.seed,
+            "ignore_eos": True,
+        }
+        last: dict[int, dict[str, Any]] = {}
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("tokens"),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            task = progress.add_task("generating", total=len(prompts) * sampling.max_tokens)
+            for chunk in self._engine.generate(prompts, parameters, stream=True):
+                last[chunk.get("index", 0)] = chunk
+                done = sum(each["meta_info"]["completion_tokens"] for each in last.values())
+                progress.update(task, completed=done)
+        return [
+            Output(chunk["meta_info"]["prompt_tokens"], list(chunk["output_ids"]), chunk["text"])
+            for _, chunk in sorted(last.items())
+        ]
+
+    def active(self) -> dict[str, Any]:
+        """What runs, as the engine says. Its scheduler, which holds the model, refuses to start with another."""
+        from deepinfer_plugins.sglang_ext import probe
+
+        state = probe.state()
+        (state["model"],) = state["models"].values()
+        state["attention_backend"] = self._engine.get_server_info()["attention_backend"]
+        return state
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        self._engine.shutdown()
+
+
+ENGINES = {EngineName.vllm: VLLM, EngineName.sglang: SGLang}
+
+
+def small_checkpoint() -> Path:
+    """The small checkpoint in the user's cache, made if it is not there."""
+    from deepinfer_plugins.model.make_checkpoint import make_checkpoint
+    from deepinfer_plugins.model.presets import preset
+
+    shape = json.dumps(preset("small").to_dict(), sort_keys=True)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepinfer-plugins"
+    folder = cache / f"small-{hashlib.sha256(shape.encode()).hexdigest()[:12]}"
+    if folder.exists():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    # Made aside and moved, so that a run that was stopped leaves no half of one.
+    with tempfile.TemporaryDirectory(dir=cache) as aside:
+        make_checkpoint(Path(aside) / "small", "small", seed=0)
+        try:
+            (Path(aside) / "small").rename(folder)
+        except OSError:
+            # Another run was faster; its checkpoint is the same.
+            if not folder.exists():
+                raise
+    return folder
+
+
+@contextmanager
+def phase(console: Console, what: str) -> Iterator[None]:
+    """Say what is being done while it is, and how long it took."""
+    started = time.perf_counter()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        progress.add_task(what)
+        yield
+    console.print(f"{what}: {time.perf_counter() - started:.1f} s")
+
+
+def installed_engine() -> EngineName:
+    """The engine of this environment."""
+    from deepinfer_plugins.commands.doctor import installed
+
+    for name in EngineName:
+        if installed(name):
+            return name
+    raise typer.BadParameter(
+        "neither vLLM nor SGLang is installed in this environment", param_hint="--engine"
+    )
+
+
+def main(
+    engine: Annotated[EngineName | None, typer.Option(help="Default: the one installed here.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or Hugging Face id; default: DEEPINFER_HF_MODEL_DIR, or a small one made here."
+        ),
+    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="May be given more than once.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 32,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
+) -> None:
+    """Generate from a few prompts and say what was active."""
+    console = Console(stderr=True)
+    engine = engine or installed_engine()
+    prompts = prompt or PROMPTS
+    model = model or os.environ.get("DEEPINFER_HF_MODEL_DIR")
+    if not model:
+        # Matrices this small gain nothing from a second thread, and on a CPU waiting for it costs tenfold.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        with phase(console, "the small checkpoint"):
+            model = str(small_checkpoint())
+    console.print(f"model: {escape(model)}")
+    with phase(console, f"starting {engine}"):
+        running = ENGINES[engine](model)
+    try:
+        started = time.perf_counter()
+        outputs = running.generate(prompts, Sampling(max_tokens, temperature, seed))
+        elapsed = time.perf_counter() - started
+        active = running.active()
+    finally:
+        running.close()
+    show(prompts, outputs, elapsed, active, engine)
+    if json_file:
+        result = {
+            "engine": engine.value,
+            "version": active["version"],
+            "chip": active["survey"]["chip"],
+            "model_class": active["model"],
+            "platform": active["platform"],
+            "seconds": elapsed,
+            "outputs": [
+                {"prompt": text, "token_ids": output.token_ids, "text": output.text}
+                for text, output in zip(prompts, outputs, strict=True)
+            ],
+        }
+        json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def show(
+    prompts: list[str], outputs: list[Output], elapsed: float, active: dict[str, Any], engine: str
+) -> None:
+    """Print the texts, the rate, and what made them."""
+    console = Console(width=max(80, shutil.get_terminal_size().columns))
+    texts = Table("prompt", "text", title="generated")
+    for text, output in zip(prompts, outputs, strict=True):
+        texts.add_row(escape(text), escape(repr(output.text)))
+    console.print(texts)
+    new = sum(len(output.token_ids) for output in outputs)
+    read = sum(output.prompt_tokens for output in outputs)
+    console.print(
+        f"{new} new tokens for {read} prompt tokens in {elapsed:.2f} s: {new / elapsed:.1f} tokens/s"
+    )
+    operators = active["survey"]["operators"]
+    providers = sorted({str(choice["provider"]) for choice in operators.values()})
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(no_wrap=True)
+    facts.add_column(overflow="fold")
+    facts.add_row("engine", f"{engine} {active['version']}")
+    facts.add_row("chip", escape(str(active["survey"]["chip"])))
+    facts.add_row("model class", active["model"])
+    facts.add_row("platform", active["platform"])
+    for provider in providers:
+        ops = [name for name, choice in operators.items() if str(choice["provider"]) == provider]
+        facts.add_row(f"provider {provider}", f"{len(ops)} operators: {', '.join(ops)}")
+    console.print(facts)
+    ours = active["model"].startswith("deepinfer_plugins.")
+    console.print(
+        "deepinfer_plugins: active" if ours else "deepinfer_plugins: NOT active, see deepinfer-plugins doctor"
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
