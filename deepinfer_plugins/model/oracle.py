@@ -16,7 +16,6 @@ size, ``h`` heads, ``k`` width of a key.
 from __future__ import annotations
 
 import math
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -256,15 +255,18 @@ _WHITE_SPACE = "".join(
 
 
 def _normalize(text: str) -> str:
-    text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
-    # Lower case by character: no rule that looks at neighbours (the final sigma).
-    text = "".join(c.lower() for c in text if unicodedata.category(c) != "Mn")
+    from tokenizers import normalizers
+
+    # These four are the library's, not Python's: the release's ids come from its (older) tables of characters.
+    for step in (normalizers.NFKC(), normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase()):
+        text = step.normalize_str(text)
     spaced = ""
     for c in text:
         c = " " if c in " \t\r\n" else c
         if c != " " or not spaced.endswith(" "):
             spaced += c
-    return spaced if spaced == " " else spaced.strip(_WHITE_SPACE)
+    # A lone space outlives the stripping by standing as this character, which therefore reads as a space.
+    return (spaced if spaced == " " else spaced.strip(_WHITE_SPACE)).replace("\ue000", " ")
 
 
 def compressed_vocab(tokenizer_json: str | Path) -> torch.Tensor:
@@ -375,6 +377,11 @@ class Draft:
     confidence: torch.Tensor
 
 
+def replay_start(prompt_length: int, keep: int | None) -> int:
+    """First position of a prompt that the decoder side runs on, if it is given the last ``keep``; None gives all."""
+    return 0 if keep is None else max(prompt_length - keep, 0)
+
+
 class Oracle:
     """The model of one checkpoint.
 
@@ -439,7 +446,7 @@ class Oracle:
         Returns:
             Index of the first generated token that isn't the best (lowest id among equals); None if all are.
         """
-        start = _decoder_from(prompt, replay_keep)
+        start = replay_start(len(prompt), replay_keep)
         logits = self.logits([*prompt, *generated], decoder_from=start)
         best = logits[len(prompt) - 1 - start : -1].argmax(-1).tolist()
         return next(
@@ -450,7 +457,7 @@ class Oracle:
         self, prompt: Sequence[int], max_new_tokens: int, *, replay_keep: int | None = None
     ) -> list[int]:
         """Continue greedily, a whole forward per token; ties to the lowest id. No token stops it."""
-        start = _decoder_from(prompt, replay_keep)
+        start = replay_start(len(prompt), replay_keep)
         tokens = list(prompt)
         for _ in range(max_new_tokens):
             tokens.append(int(self.logits(tokens, decoder_from=start)[-1].argmax()))
@@ -872,7 +879,3 @@ class Oracle:
             x = self._experts(name, y, text, config.dspark_num_experts_per_tok, {})
             streams = _merge(x, streams, post, comb)
         return _collapse(streams, pre)
-
-
-def _decoder_from(prompt: Sequence[int], replay_keep: int | None) -> int:
-    return 0 if replay_keep is None else max(len(prompt) - replay_keep, 0)
