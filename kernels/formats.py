@@ -50,7 +50,7 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
         ``[..., d / 2]``, uint8; the value of even index in the low nibble. A negative zero keeps its sign.
     """
     magnitude = torch.bucketize(x.abs(), _e2m1_ties(x.device), out_int32=True)
-    codes = (magnitude | torch.signbit(x).int() << 3).view(*x.shape[:-1], -1, 2)
+    codes = (magnitude | torch.signbit(x).int() << 3).view(*x.shape[:-1], x.shape[-1] // 2, 2)
     return (codes[..., 0] | codes[..., 1] << 4).to(torch.uint8)
 
 
@@ -179,20 +179,21 @@ def _groups(x: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def _power_of_two_scale(groups: torch.Tensor, qmax: float, floor: float) -> torch.Tensor:
-    """Biased exponents ``[..., num_groups]``, int32: the ceiling of ``log2(amax / qmax)``, NaN and infinity 255."""
-    scale = groups.abs().amax(-1).clamp(min=floor) / qmax
-    # ((bits - 1) >> 23) + 1: rounds the exponent up unless the mantissa is zero.
-    return ((scale.view(torch.int32) + 0x7FFFFF) >> 23).clamp(max=255)
+    """UE8M0 bytes ``[..., num_groups]``, as int32: the ceiling of ``log2(amax / qmax)``; 255 if not finite."""
+    scale = (groups.abs().amax(-1).clamp(min=floor) / qmax).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    # Adding all mantissa bits carries into the exponent unless the mantissa is zero.
+    return (scale.view(torch.int32) + 0x7FFFFF) >> 23
 
 
-def _reciprocal(exponents: torch.Tensor) -> torch.Tensor:
-    """Exact ``2**(127 - e)``, float32 ``[..., 1]``, of biased exponents ``1 <= e <= 254``; 255 gives an infinity."""
-    return ((254 - exponents) << 23).view(torch.float32).unsqueeze(-1)
+def _reciprocal(scales: torch.Tensor) -> torch.Tensor:
+    """Exact ``2**(127 - byte)``, float32 ``[..., 1]``; NaN for 255."""
+    return _look_up(_ue8m0_reciprocals(scales.device), scales).unsqueeze(-1)
 
 
 def _scaled(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """``values [..., d]`` times ``scales [..., num_groups]``, in place."""
-    values.view(*scales.shape, -1).mul_(scales.unsqueeze(-1))
+    group = values.shape[-1] // scales.shape[-1]
+    values.view(*scales.shape, group).mul_(scales.unsqueeze(-1))
     return values
 
 
@@ -205,6 +206,13 @@ def _look_up(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
 def _ue8m0_values(device: torch.device) -> torch.Tensor:
     powers = [2.0 ** (byte - 127) for byte in range(255)]
     return torch.tensor([*powers, float("nan")], dtype=torch.float64, device=device)
+
+
+@functools.cache
+def _ue8m0_reciprocals(device: torch.device) -> torch.Tensor:
+    # Byte 0 is never asked for: the floors of amax keep every scale above it.
+    powers = [0.0, *(2.0 ** (127 - byte) for byte in range(1, 255))]
+    return torch.tensor([*powers, float("nan")], dtype=torch.float32, device=device)
 
 
 @functools.cache

@@ -34,7 +34,7 @@ def hc_mix(
         comb: ``[n, num_streams, num_streams]``, float32. Each is computed from ``z`` in float64, rounded once.
     """
     n, num_streams = streams.shape[:2]
-    flat = streams.reshape(n, -1).double()
+    flat = streams.flatten(1).double()
     z = flat @ fn.double().T * (flat.square().mean(-1, keepdim=True) + norm_eps).rsqrt()
     parts = z.float().double().split([num_streams, num_streams, num_streams**2], -1)
     bases = base.double().split([num_streams, num_streams, num_streams**2])

@@ -15,10 +15,10 @@ def hc_mix(
     iters: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As the reference; the order of a row's sums depends on the number of streams and their width alone."""
-    n, num_streams, width = streams.shape
+    n, num_streams = streams.shape[:2]
     # Whole blocks also below: torch's vectorised and scalar exponentials differ in the last bit, and rows past the
     # last whole vector get the scalar one.
-    flat = pad_rows(streams.reshape(n, num_streams * width), ROWS).double()
+    flat = pad_rows(streams.flatten(1), ROWS).double()
     mean = sum_last(flat * flat) / flat.shape[1]
     z = (matmul(flat, fn.double()) * (mean + norm_eps).rsqrt()[:, None]).float()
     sizes = torch.tensor([num_streams, num_streams, num_streams**2], device=scale.device)
@@ -26,7 +26,7 @@ def hc_mix(
     planes = logits.T.contiguous()
     halves = 1 / (1 + (-planes[: 2 * num_streams]).exp())
     pre, post = halves.split(num_streams)
-    comb = planes[2 * num_streams :].view(num_streams, num_streams, -1)
+    comb = planes[2 * num_streams :].view(num_streams, num_streams, planes.shape[1])
     _sinkhorn(comb, hc_eps, iters)
     return (
         (pre + hc_eps).T[:n].float().contiguous(),

@@ -111,8 +111,8 @@ def _best_blocks(
 ) -> torch.Tensor:
     """Blocks, ascending, of the ``count`` of each row that hold the best valid entries; the newest always."""
     padding = (0, -scores.shape[1] % block_size)
-    in_blocks = F.pad(scores.masked_fill(~valid, -torch.inf), padding, value=-torch.inf).unflatten(1, (-1, block_size))
-    best = in_blocks.amax(-1)
+    padded = F.pad(scores.masked_fill(~valid, -torch.inf), padding, value=-torch.inf)
+    best = padded.view(len(padded), padded.shape[1] // block_size, block_size).amax(-1)
     names = torch.arange(best.shape[1], device=scores.device)[None]
     best = best.masked_fill((names == (length - 1) // block_size) & (length > 0), torch.inf)
     return _best(best, names * block_size < length, names, count)

@@ -1,0 +1,59 @@
+"""The shared tests themselves: providers that are wrong on purpose are caught."""
+
+import pytest
+import torch
+
+from deepinfer_plugins.kernels import catalogue, registry
+from deepinfer_plugins.kernels.rms_norm.reference import rms_norm
+from deepinfer_plugins.kernels.spec import Bitwise, Provider
+from deepinfer_plugins.core.target import Arch, Want
+
+from .conformance import Conformance, Draw, check_agreement, check_rows
+from .test_rms_norm import TestRmsNorm as _Cases
+
+
+def depends_on_count(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Sums in another precision when there are many rows, as a kernel chosen by batch size would."""
+    if len(x) < 16:
+        return rms_norm(x, weight, eps)
+    mean = (x * x).mean(-1, keepdim=True)
+    return (x * (mean + eps).rsqrt() * weight).bfloat16()
+
+
+def depends_on_position(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Treats the last row apart, as a kernel with a ragged tail would."""
+    out = rms_norm(x, weight, eps)
+    out[-1:] = depends_on_count(x[-1:].expand(16, -1), weight, eps)[:1]
+    return out
+
+
+@pytest.mark.parametrize("wrong", [depends_on_count, depends_on_position])
+def test_a_row_that_depends_on_the_batch_is_caught(wrong: object, device: torch.device) -> None:
+    case = _Cases().case(Draw(device), 23, "bfloat16")
+    check_rows(rms_norm, case)
+    with pytest.raises(AssertionError, match="first difference"):
+        check_rows(wrong, case)  # type: ignore[arg-type]
+
+
+def test_a_provider_that_disagrees_is_caught(device: torch.device) -> None:
+    wrong = Provider(
+        op="rms_norm",
+        name="wrong",
+        path=f"{__name__}:depends_on_count",
+        archs=frozenset(Arch),
+        batch_invariant=False,
+        agrees=Bitwise(),
+    )
+    case = _Cases().case(Draw(device), 23, "bfloat16")
+    with pytest.raises(AssertionError, match="rms_norm by wrong, result 0: first difference"):
+        check_agreement(wrong, case)
+
+
+def test_every_operator_is_in_the_catalogue_and_tested() -> None:
+    tested = {tests.op for tests in _subclasses(Conformance)}
+    assert set(registry.operators()) == set(catalogue.choices(Want(Arch.CPU)))
+    assert tested <= set(registry.operators())
+
+
+def _subclasses(tests: type[Conformance]) -> set[type[Conformance]]:
+    return set(tests.__subclasses__())

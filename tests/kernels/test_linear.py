@@ -1,0 +1,29 @@
+"""linear."""
+
+import math
+
+import pytest
+import torch
+
+from deepinfer_plugins.core.testing import assert_same_bits
+from deepinfer_plugins.kernels.linear.torch import linear
+
+from .conformance import Case, Conformance, Draw
+
+
+class TestLinear(Conformance):
+    op = "linear"
+    variants = ("bfloat16", "float32")
+
+    def case(self, draw: Draw, num_rows: int, variant: str) -> Case:
+        args = {"x": draw.normal(num_rows, 100), "weight": draw.normal(37, 100), "out_dtype": getattr(torch, variant)}
+        return Case(args, rows=("x",))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_agrees_with_exact_sums(device: torch.device, dtype: torch.dtype) -> None:
+    draw = Draw(device)
+    x, weight = draw.normal(3, 200, scale=30), draw.normal(7, 200)
+    want = [[math.fsum(a * b for a, b in zip(r, w)) for w in weight.tolist()] for r in x.tolist()]
+    got = linear(x, weight, dtype).cpu()
+    assert_same_bits(got, torch.tensor(want, dtype=torch.float64).to(dtype), "linear")

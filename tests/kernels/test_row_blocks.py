@@ -1,0 +1,54 @@
+"""The sums that the torch providers are built of."""
+
+import math
+
+import pytest
+import torch
+
+from deepinfer_plugins.core.testing import assert_same_bits
+from deepinfer_plugins.kernels import row_blocks
+
+from .conformance import Draw
+
+
+@pytest.mark.parametrize("n", [0, 1, 16, 17])
+def test_matmul_is_a_product(device: torch.device, n: int) -> None:
+    draw = Draw(device)
+    x, weight = draw.normal(n, 33, dtype=torch.float64), draw.normal(5, 33, dtype=torch.float64)
+    got = row_blocks.matmul(x, weight)
+    assert got.shape == (n, 5)
+    for row in range(n):
+        for column in range(5):
+            want = math.fsum(a * b for a, b in zip(x[row].tolist(), weight[column].tolist()))
+            assert got[row, column].item() == pytest.approx(want, abs=1e-13)
+
+
+def test_a_large_weight_is_decoded_in_parts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = Draw(device)
+    x, weight = draw.normal(3, 64, dtype=torch.float64), draw.normal(100, 64, dtype=torch.float64)
+    whole = row_blocks.linear(x, 100, lambda part: weight[part], torch.float32)
+    asked: list[tuple[int, int]] = []
+
+    def rows_of_weight(part: slice) -> torch.Tensor:
+        asked.append((part.start, part.stop))
+        return weight[part]
+
+    monkeypatch.setattr(row_blocks, "_WEIGHT_ELEMENTS", 64 * 45)
+    parts = row_blocks.linear(x, 100, rows_of_weight, torch.float32)
+    assert asked == [(0, 32), (32, 64), (64, 96), (96, 100)]
+    assert_same_bits(parts, whole, "in parts")
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 128, 1000])
+def test_sum_last_is_a_sum(device: torch.device, width: int) -> None:
+    x = Draw(device).normal(3, 2, width, dtype=torch.float64)
+    got = row_blocks.sum_last(x)
+    assert got.shape == (3, 2)
+    for row, total in zip(x.flatten(0, 1).tolist(), got.flatten().tolist()):
+        assert total == pytest.approx(math.fsum(row), abs=1e-12)
+
+
+def test_pad_rows_fills_with_the_value(device: torch.device) -> None:
+    rows = torch.arange(5, device=device)
+    assert row_blocks.pad_rows(rows, 4, -1).tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
+    assert row_blocks.pad_rows(rows, 5) is rows
