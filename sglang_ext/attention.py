@@ -39,7 +39,9 @@ class StepBackend(AttentionBackend):
         super().__init__()
         pool = runner.token_to_kv_pool
         if not isinstance(pool, CachePool):
-            raise RuntimeError(f"the KV pool is {type(pool).__name__}, not ours: the patch of the pool is not in effect")
+            raise RuntimeError(
+                f"the KV pool is {type(pool).__name__}, not ours: the patch of the pool has no effect"
+            )
         self.token_to_kv_pool = pool
         self.req_to_token_pool = runner.req_to_token_pool
         self.context_length = context_length

@@ -59,7 +59,9 @@ class Sizes(MemoryPoolConfigurator):
             page_size=kvc.page_size, window=self._window, attn_dp_size=kvc.attn_dp_size
         )
         # A CPU's memory is shared with everything else: no more than every request at full length.
-        self._most = schedule.max_running_requests * kvc.model_config.context_len if kvc.device == "cpu" else None
+        self._most = (
+            schedule.max_running_requests * kvc.model_config.context_len if kvc.device == "cpu" else None
+        )
 
     def _config(self, full: int, page_size: int) -> MemoryPoolConfig:
         full = full // page_size * page_size
@@ -78,7 +80,9 @@ class Sizes(MemoryPoolConfigurator):
             full = min(full, self._most)
         return self._config(max(full, 0), page_size)
 
-    def calculate_pool_sizes_from_max_tokens(self, max_total_num_tokens: int, page_size: int) -> MemoryPoolConfig:
+    def calculate_pool_sizes_from_max_tokens(
+        self, max_total_num_tokens: int, page_size: int
+    ) -> MemoryPoolConfig:
         return self._config(max_total_num_tokens, page_size)
 
 
@@ -120,11 +124,15 @@ class _Slots(KVCache):
 class CachePool(BaseSWAKVPool):
     """Both pools and the map between their slots, as SGLang's hybrid allocator wants them."""
 
-    def __init__(self, full_tokens: int, window_tokens: int, page_size: int, device: str, specs: Sequence[CacheSpec]):
+    def __init__(
+        self, full_tokens: int, window_tokens: int, page_size: int, device: str, specs: Sequence[CacheSpec]
+    ):
         super().__init__(full_tokens, page_size, torch.uint8, len(specs), device, enable_memory_saver=False)
         self.size_swa = window_tokens
         self.full_kv_pool = _Slots(full_tokens, page_size, device, [s for s in specs if s.window is None])
-        self.swa_kv_pool = _Slots(window_tokens, page_size, device, [s for s in specs if s.window is not None])
+        self.swa_kv_pool = _Slots(
+            window_tokens, page_size, device, [s for s in specs if s.window is not None]
+        )
         self.token_ids = torch.zeros(full_tokens + page_size, dtype=torch.int32, device=device)
         self.full_to_swa_index_mapping: torch.Tensor | None = None
         self.mem_usage = self.get_kv_size_bytes() / (1 << 30)
@@ -145,7 +153,11 @@ class CachePool(BaseSWAKVPool):
         return Caches(**kinds)
 
     def get_kv_size_bytes(self) -> int:
-        return self.full_kv_pool.get_kv_size_bytes() + self.swa_kv_pool.get_kv_size_bytes() + 4 * self.token_ids.numel()
+        return (
+            self.full_kv_pool.get_kv_size_bytes()
+            + self.swa_kv_pool.get_kv_size_bytes()
+            + 4 * self.token_ids.numel()
+        )
 
     def register_mapping(self, full_to_swa_index_mapping: torch.Tensor) -> None:
         self.full_to_swa_index_mapping = full_to_swa_index_mapping

@@ -80,4 +80,6 @@ def register() -> None:
     from deepinfer_plugins.sglang_ext import hooks
 
     hooks.register(settings)
+    device = detect(settings.accelerator).chip.torch_device
+    record.add("platforms", device, _PLATFORMS[device])
     record.active = True

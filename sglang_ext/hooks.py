@@ -92,44 +92,87 @@ def _text_only(server_args: Any, previous: Any) -> None:
     previous(server_args)
 
 
+def _refusals(cfg: Any, asked: Any) -> list[str]:
+    """What was asked for and this package's model does not do yet, as the user wrote it.
+
+    Args:
+        cfg: The configuration as resolved so far.
+        asked: By field, what the user gave.
+    """
+    return [
+        what
+        for unsupported, what in (
+            (cfg.tp_size > 1, f"--tp-size {cfg.tp_size}"),
+            (cfg.pp_size > 1, f"--pp-size {cfg.pp_size}"),
+            (cfg.dp_size > 1, f"--dp-size {cfg.dp_size}"),
+            (cfg.attn_dp_size > 1, f"--attn-dp-size {cfg.attn_dp_size}"),
+            (cfg.ep_size > 1, f"--ep-size {cfg.ep_size}"),
+            (cfg.enable_prefill_cp, "--enable-prefill-cp"),
+            (cfg.speculative_algorithm is not None, f"--speculative-algorithm {cfg.speculative_algorithm}"),
+            (cfg.disaggregation_mode != "null", f"--disaggregation-mode {cfg.disaggregation_mode}"),
+            (cfg.enable_hierarchical_cache, "--enable-hierarchical-cache"),
+            (cfg.enable_unified_memory, "--enable-unified-memory"),
+            (cfg.enable_hisparse, "--enable-hisparse"),
+            (cfg.enable_memory_saver, "--enable-memory-saver"),
+            (cfg.enable_lora, "--enable-lora"),
+            (cfg.enable_two_batch_overlap, "--enable-two-batch-overlap"),
+            (cfg.enable_torch_compile, "--enable-torch-compile"),
+            (cfg.enable_deterministic_inference, "--enable-deterministic-inference"),
+            (cfg.enable_return_hidden_states, "--enable-return-hidden-states"),
+            (cfg.disable_hybrid_swa_memory, "--disable-hybrid-swa-memory"),
+            (bool(cfg.enable_decoder_swa_bounded_replay), "--enable-decoder-swa-bounded-replay"),
+            (bool(cfg.enable_encoder_swa_bounded_replay), "--enable-encoder-swa-bounded-replay"),
+            (cfg.load_format not in ("auto", "safetensors"), f"--load-format {cfg.load_format}"),
+            (asked["dtype"] not in ("auto", "bfloat16"), f"--dtype {asked['dtype']}"),
+            (asked["quantization"] not in (None, "fp8"), f"--quantization {asked['quantization']}"),
+            (
+                asked["kv_cache_dtype"] not in ("auto", "fp8_e4m3"),
+                f"--kv-cache-dtype {asked['kv_cache_dtype']}",
+            ),
+            # The model reads config.json itself, where such a change would go unnoticed.
+            (asked["json_model_override_args"] not in ("{}", None), "--json-model-override-args"),
+            *(
+                (asked[field] not in (None, ATTENTION_BACKEND), f"--{field.replace('_', '-')} {asked[field]}")
+                for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+            ),
+        )
+        if unsupported
+    ]
+
+
+def _check_pages(asked: Any) -> None:
+    """Pages hold whole entries, chunks whole pages."""
+    page_size, chunk = asked["page_size"] or PAGE_SIZE, asked["chunked_prefill_size"]
+    if page_size % 2:
+        raise ValueError(
+            f"--page-size {page_size}: a page must hold an even number of tokens, since a compressed entry stands for "
+            f"two; leave it out for {PAGE_SIZE}"
+        )
+    if chunk is not None and 0 < chunk < page_size:
+        raise ValueError(
+            f"--chunked-prefill-size {chunk}: SGLang cuts a chunk to whole pages, so it must be at least the "
+            f"page size, {page_size}; make it larger or --page-size smaller"
+        )
+
+
 def _own_model(server_args: Any, previous: Any) -> None:
-    """Refuse what is not there yet, and make sure that our class is the one that will run."""
+    """Refuse what is not there yet, set defaults, and make sure that our class is the one that will run."""
     if not _is_ours(server_args):
         return previous(server_args)
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
-    cfg = resolving_view(server_args)
-    for asked, what in (
-        (cfg.tp_size > 1, f"--tp-size {cfg.tp_size}"),
-        (cfg.pp_size > 1, f"--pp-size {cfg.pp_size}"),
-        (cfg.dp_size > 1, f"--dp-size {cfg.dp_size}"),
-        (cfg.attn_dp_size > 1, f"--attn-dp-size {cfg.attn_dp_size}"),
-        (cfg.ep_size > 1, f"--ep-size {cfg.ep_size}"),
-        (cfg.enable_prefill_cp, "--enable-prefill-cp"),
-        (cfg.speculative_algorithm is not None, f"--speculative-algorithm {cfg.speculative_algorithm}"),
-        (cfg.disaggregation_mode != "null", f"--disaggregation-mode {cfg.disaggregation_mode}"),
-        (cfg.enable_hierarchical_cache, "--enable-hierarchical-cache"),
-        (cfg.enable_unified_memory, "--enable-unified-memory"),
-        (cfg.enable_lora, "--enable-lora"),
-        (bool(cfg.enable_decoder_swa_bounded_replay), "--enable-decoder-swa-bounded-replay"),
-        (bool(cfg.enable_encoder_swa_bounded_replay), "--enable-encoder-swa-bounded-replay"),
-        (cfg.load_format not in ("auto", "safetensors"), f"--load-format {cfg.load_format}"),
-    ):
-        if asked:
-            raise ValueError(
-                f"{what}: deepinfer_plugins does not serve DeepSeek-V4.1 with it yet. Leave it out, or set "
-                "DEEPINFER_PLUGINS_MODEL=native to use SGLang's own model."
-            )
-    if cfg.page_size is not None and (cfg.page_size < 2 or cfg.page_size % 2):
+    cfg, asked = resolving_view(server_args), server_args._raw_input
+    if refusals := _refusals(cfg, asked):
         raise ValueError(
-            f"--page-size {cfg.page_size}: a page must hold an even number of tokens, since a compressed entry "
-            f"stands for two; leave it out for {PAGE_SIZE}"
+            f"deepinfer_plugins does not serve DeepSeek-V4.1 with {', '.join(refusals)} yet. Leave that out, or set "
+            "DEEPINFER_PLUGINS_MODEL=native to use SGLang's own model."
         )
-    if cfg.chunked_prefill_size is not None and 0 < cfg.chunked_prefill_size < (cfg.page_size or PAGE_SIZE):
-        raise ValueError(
-            f"--chunked-prefill-size {cfg.chunked_prefill_size}: SGLang cuts a chunk to whole pages, so it must be "
-            f"at least the page size, {cfg.page_size or PAGE_SIZE}; make it larger or --page-size smaller"
-        )
+    _check_pages(asked)
+    if Path(cfg.model_path).is_dir():
+        # Headers only. The scheduler looks again, but its errors come half a minute later, among many lines.
+        from deepinfer_plugins.model.checkpoint import Checkpoint
+
+        Checkpoint.open(cfg.model_path)
     ensure_active()
     # Before, so that what the native step derives from these is right; after, because it sets two of them
     # for its own backend whatever was asked.
@@ -154,7 +197,7 @@ def ensure_active() -> None:
             f"deepinfer_plugins is registered but SGLang would run {found.__module__}.{found.__qualname__} for "
             f"{ARCHITECTURE}: its model registry was imported before our platform entry point ran "
             f"(SGLANG_EXTERNAL_MODEL_PACKAGE={os.environ.get('SGLANG_EXTERNAL_MODEL_PACKAGE')!r}). Set "
-            f"SGLANG_EXTERNAL_MODEL_PACKAGE={MODELS} in the environment, or DEEPINFER_PLUGINS_MODEL=native to want it so."
+            f"SGLANG_EXTERNAL_MODEL_PACKAGE={MODELS} in the environment, or DEEPINFER_PLUGINS_MODEL=native for that class."
         )
 
 
@@ -175,6 +218,9 @@ def _defaults(server_args: Any) -> dict[str, Any]:
         "cuda_graph_config": graphs,
         "enable_decoder_swa_bounded_replay": False,
     }
+    if asked["moe_runner_backend"] == "auto":
+        # Ours is no fused MoE layer of SGLang; "auto" would ask for a package that it then does not use.
+        fields["moe_runner_backend"] = "triton"
     if asked["sampling_backend"] is None:
         fields["sampling_backend"] = "pytorch"
     if asked["swa_full_tokens_ratio"] is None:

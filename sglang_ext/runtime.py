@@ -37,7 +37,7 @@ def open_checkpoint() -> Checkpoint:
     def download(name: str) -> str:
         return download_weights_from_hf(name, model.download_dir, ["*.safetensors", "*.json"], model.revision)
 
-    return Checkpoint.open(resolve_model_folder(model.model_path, download))
+    return Checkpoint.open(resolve_model_folder(model.model_path, Settings.from_env().hf_model_dir, download))
 
 
 def build(checkpoint: Checkpoint, device: torch.device) -> DeepseekV41:
@@ -67,7 +67,9 @@ def _install(config: ModelConfig) -> None:
     register_attention_backend(ATTENTION_BACKEND)(
         lambda runner: StepBackend(runner, context_length=config.engram_max_ngram_size - 1)
     )
-    report().add("hooks", f"attention backend {ATTENTION_BACKEND}", f"{StepBackend.__module__}:{StepBackend.__name__}")
+    report().add(
+        "hooks", f"attention backend {ATTENTION_BACKEND}", f"{StepBackend.__module__}:{StepBackend.__name__}"
+    )
 
 
 def _own_pool(specs: tuple[CacheSpec, ...]) -> Callable[[Any], Any]:

@@ -49,10 +49,14 @@ class DeepseekV4ForCausalLM(nn.Module):
     def get_attention_sliding_window_size(self) -> int:
         return self.network.config.sliding_window
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> LogitsProcessorOutput:
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any
+    ) -> LogitsProcessorOutput:
         batch = get_attn_backend().forward_metadata
         if batch is None:
-            hidden = torch.empty(0, self.network.config.hidden_size, dtype=torch.bfloat16, device=input_ids.device)
+            hidden = torch.empty(
+                0, self.network.config.hidden_size, dtype=torch.bfloat16, device=input_ids.device
+            )
         else:
             hidden = self.network(batch.step, batch.caches)
         return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)

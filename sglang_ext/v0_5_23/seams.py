@@ -20,7 +20,9 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "sglang.srt.arg_groups.overrides:declare_resolution": ("server_args", "source"),
     "sglang.srt.arg_groups.choices:ATTENTION_BACKEND_CHOICES": (),
     "sglang.srt.layers.attention.attention_registry:register_attention_backend": ("name",),
-    "sglang.srt.layers.attention.base_attn_backend:AttentionBackend.init_forward_metadata": ("forward_batch",),
+    "sglang.srt.layers.attention.base_attn_backend:AttentionBackend.init_forward_metadata": (
+        "forward_batch",
+    ),
     "sglang.srt.layers.logits_processor:LogitsProcessor.forward": (
         "input_ids",
         "hidden_states",
@@ -28,7 +30,9 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "logits_metadata",
     ),
     "sglang.srt.layers.logits_processor:should_apply_lm_head_quant_method": ("lm_head", "quant_method"),
-    "sglang.srt.mem_cache.base_swa_memory_pool:BaseSWAKVPool.register_mapping": ("full_to_swa_index_mapping",),
+    "sglang.srt.mem_cache.base_swa_memory_pool:BaseSWAKVPool.register_mapping": (
+        "full_to_swa_index_mapping",
+    ),
     "sglang.srt.mem_cache.base_swa_memory_pool:BaseSWAKVPool.translate_loc_from_full_to_swa": ("kv_indices",),
     "sglang.srt.model_executor.forward_context:get_attn_backend": (),
     "sglang.srt.model_executor.pool_configurator:MemoryPoolConfigurator.calculate_pool_sizes": (
@@ -39,7 +43,11 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "max_total_num_tokens",
         "page_size",
     ),
-    "sglang.srt.model_executor.pool_configurator:compute_swa_request_cap": ("page_size", "window", "attn_dp_size"),
+    "sglang.srt.model_executor.pool_configurator:compute_swa_request_cap": (
+        "page_size",
+        "window",
+        "attn_dp_size",
+    ),
     "sglang.srt.model_loader.weight_utils:download_weights_from_hf": ("model_name_or_path", "allow_patterns"),
 }
 
@@ -58,7 +66,10 @@ def _source(module: str) -> ast.Module | None:
 
 def _find(body: list[ast.stmt], name: str) -> ast.stmt | None:
     for statement in body:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and statement.name == name:
+        if (
+            isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            and statement.name == name
+        ):
             return statement
         if isinstance(statement, ast.Assign) and any(
             isinstance(target, ast.Name) and target.id == name for target in statement.targets

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -27,14 +28,21 @@ from deepinfer_plugins.model.config import ModelConfig  # noqa: E402
 from deepinfer_plugins.model.make_checkpoint import make_checkpoint  # noqa: E402
 from deepinfer_plugins.model.oracle import Oracle, compressed_vocab  # noqa: E402
 
-START_TIMEOUT_S = 240
+# Half a minute on an idle machine.
+START_TIMEOUT_S = 600
 
 
 def environment(**variables: str) -> dict[str, str]:
     """This process's environment, without what would slow the engine down or change its plugins."""
     hidden = ("PYTHONDONTWRITEBYTECODE", "SGLANG_PLUGINS", "SGLANG_PLATFORM", "SGLANG_EXTERNAL_MODEL_PACKAGE")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
-    return {**kept, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DEEPINFER_PLUGINS_STRICT": "1", **variables}
+    return {
+        **kept,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "DEEPINFER_PLUGINS_STRICT": "1",
+        **variables,
+    }
 
 
 class Refused(Exception):
@@ -70,7 +78,9 @@ class Server:
             raise Refused(error.code, error.read().decode()) from error
         return json.loads(text) if text.startswith((b"{", b"[")) else text.decode()
 
-    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, **more: Any) -> list[dict[str, Any]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, **more: Any
+    ) -> list[dict[str, Any]]:
         """Greedy generation of all prompts at once; the answers of ``/generate``, in order."""
         return self.post(
             "/generate",
@@ -111,7 +121,15 @@ def serving(checkpoint: Path, log: Path, *arguments: str, **variables: str) -> I
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint), "--host", "127.0.0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        str(checkpoint),
+        "--host",
+        "127.0.0.1",
+    ]
     started = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -129,16 +147,15 @@ def serving(checkpoint: Path, log: Path, *arguments: str, **variables: str) -> I
                     break
                 except OSError:
                     if process.poll() is not None or time.monotonic() - started > START_TIMEOUT_S:
-                        raise AssertionError(f"the server did not come up:\n{log.read_text()[-4000:]}") from None
+                        raise AssertionError(
+                            f"the server did not come up:\n{log.read_text()[-4000:]}"
+                        ) from None
                     time.sleep(0.3)
             yield Server(url, log, time.monotonic() - started)
         finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            # Its scheduler and detokenizer too: they are of its group.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 NEW_TOKENS = 64
@@ -160,7 +177,7 @@ class Reference:
             return
         first = self.oracle.verify(list(prompt), generated)
         assert first is None, (
-            f"{label}: prompt of {len(prompt)} tokens: token {first} is {generated[first]}, which the oracle did not choose"
+            f"{label}: prompt of {len(prompt)} tokens: token {first} is {generated[first]}, not the oracle's choice"
         )
         if len(generated) > len(known):
             self._known[tuple(prompt)] = generated
@@ -177,7 +194,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(checkpoint: Path) -> Reference:
     opened = Checkpoint.open(checkpoint)
     tensors = {name: opened.read(name) for name in opened.names}
-    return Reference(Oracle(opened.config, tensors, compressed_vocab(checkpoint / "tokenizer.json")), opened.config)
+    return Reference(
+        Oracle(opened.config, tensors, compressed_vocab(checkpoint / "tokenizer.json")), opened.config
+    )
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,12 @@ Environment = Callable[..., dict[str, str]]
 
 def run(code: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
@@ -47,7 +52,10 @@ print(json.dumps({
     "report": report().as_dict(),
 }))
 """
-BREAK = "from deepinfer_plugins.sglang_ext.v0_5_23 import seams\nseams.SEAMS['sglang.srt.server_args:Renamed.away'] = ()\n"
+BREAK = """
+from deepinfer_plugins.sglang_ext.v0_5_23 import seams
+seams.SEAMS["sglang.srt.server_args:Renamed.away"] = ()
+"""
 
 
 def test_entry_points_import_neither_torch_nor_sglang(engine_environment: Environment) -> None:
@@ -60,18 +68,7 @@ def test_entry_points_import_neither_torch_nor_sglang(engine_environment: Enviro
     assert imported == []
 
 
-def test_normal(engine_environment: Environment) -> None:
-    found = answer(LOAD, engine_environment(CUDA_VISIBLE_DEVICES=""))
-    assert found["platform"] == "deepinfer_plugins.sglang_ext.platforms:CpuPlatform"
-    assert found["model"] == "deepinfer_plugins.sglang_ext.models.deepseek_v4"
-    assert found["backends"] == 1
-    assert found["report"]["active"] and found["report"]["problems"] == []
-    assert found["report"]["registered"]["models"] == {
-        "DeepseekV4ForCausalLM": "deepinfer_plugins.sglang_ext.models.deepseek_v4:DeepseekV4ForCausalLM"
-    }
-
-
-def test_registering_again_changes_nothing(engine_environment: Environment) -> None:
+def test_normal_and_again(engine_environment: Environment) -> None:
     again = LOAD.replace(
         "load_plugins()\n",
         "load_plugins()\n"
@@ -82,38 +79,52 @@ def test_registering_again_changes_nothing(engine_environment: Environment) -> N
         "assert before == resolution_hooks._HOOKS\n",
     )
     found = answer(again, engine_environment(CUDA_VISIBLE_DEVICES=""))
-    assert found["backends"] == 1 and found["report"]["active"]
+    assert found["platform"] == "deepinfer_plugins.sglang_ext.platforms:CpuPlatform"
+    assert found["model"] == "deepinfer_plugins.sglang_ext.models.deepseek_v4"
+    assert found["backends"] == 1
+    assert found["report"]["active"] and found["report"]["problems"] == []
+    assert found["report"]["registered"]["models"] == {
+        "DeepseekV4ForCausalLM": "deepinfer_plugins.sglang_ext.models.deepseek_v4:DeepseekV4ForCausalLM"
+    }
 
 
 def test_not_among_the_allowed_plugins(engine_environment: Environment) -> None:
-    """SGLang then finds no platform of ours either; an empty variable, though, allows every plugin."""
+    """SGLang then asks us for no platform either. An empty variable, though, allows every plugin."""
     found = answer(LOAD, engine_environment(SGLANG_PLUGINS="another", SGLANG_EXTERNAL_MODEL_PACKAGE="json"))
     assert found["report"]["engine"] == "" and not found["report"]["active"]
     assert found["platform"].startswith("sglang.")
 
 
+# Without SGLang imported, what our entry points do by themselves.
+ALONE = """
+import json, os
+from deepinfer_plugins.core.report import report
+from deepinfer_plugins.sglang_ext import entrypoints
+platform = entrypoints.platform()
+entrypoints.register()
+print(json.dumps([platform, report().as_dict(), os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE")]))
+"""
+
+
 def test_native_model_is_left_alone(engine_environment: Environment) -> None:
-    code = (
-        "import json, os\nfrom deepinfer_plugins.sglang_ext import entrypoints as e\nfrom deepinfer_plugins.core.report "
-        "import report\nplatform = e.platform(); e.register()\n"
-        "print(json.dumps([platform, report().active, report().problems, 'SGLANG_EXTERNAL_MODEL_PACKAGE' in os.environ]))"
-    )
-    assert answer(code, engine_environment(DEEPINFER_PLUGINS_MODEL="native")) == [None, False, [], False]
+    platform, found, package = answer(ALONE, engine_environment(DEEPINFER_PLUGINS_MODEL="native"))
+    assert platform is None and package is None
+    assert not found["active"] and found["problems"] == []
 
 
 def test_renamed_seam_is_declined_with_its_name(engine_environment: Environment) -> None:
-    code = BREAK + (
-        "import json\nfrom deepinfer_plugins.sglang_ext import entrypoints as e\nfrom deepinfer_plugins.core.report "
-        "import report\nplatform = e.platform(); e.register()\nprint(json.dumps([platform, report().as_dict()]))"
-    )
-    platform, found = answer(code, engine_environment(DEEPINFER_PLUGINS_STRICT="0"))
+    platform, found, package = answer(BREAK + ALONE, engine_environment(DEEPINFER_PLUGINS_STRICT="0"))
+    assert package is None
     assert platform is None and not found["active"] and found["registered"]["hooks"] == {}
-    assert found["problems"] == ["SGLang has no sglang.srt.server_args:Renamed.away; it was renamed or removed"]
+    assert found["problems"] == [
+        "SGLang has no sglang.srt.server_args:Renamed.away; it was renamed or removed"
+    ]
 
 
 def test_strict_makes_a_renamed_seam_an_exit(engine_environment: Environment) -> None:
     """SGLang swallows what a plugin raises, but not this."""
-    done = run(BREAK + "from sglang.srt.plugins import load_plugins\nload_plugins()\nprint('went on')", engine_environment())
+    load = "from sglang.srt.plugins import load_plugins\nload_plugins()\nprint('went on')"
+    done = run(BREAK + load, engine_environment())
     assert done.returncode != 0 and "went on" not in done.stdout
     assert "Renamed.away" in done.stderr and "DEEPINFER_PLUGINS_STRICT" in done.stderr
 
