@@ -73,8 +73,9 @@ def test_config_reads_alike(tmp_path: Path, shape: str) -> None:
     ours = ModelConfig.from_folder(folder)
     for name in (
         "vocab_size hidden_size num_hidden_layers num_attention_heads head_dim qk_rope_head_dim q_lora_rank "
-        "o_lora_rank o_groups swiglu_limit rms_norm_eps max_position_embeddings rope_theta compress_rope_theta sliding_window "
-        "index_n_heads index_head_dim index_topk candidate_source_layer_id candidate_topk_blocks candidate_block_size "
+        "o_lora_rank o_groups swiglu_limit rms_norm_eps max_position_embeddings rope_theta compress_rope_theta "
+        "sliding_window index_n_heads index_head_dim index_topk candidate_source_layer_id candidate_topk_blocks "
+        "candidate_block_size "
         "hc_mult hc_sinkhorn_iters hc_eps n_routed_experts num_experts_per_tok moe_intermediate_size "
         "routed_scaling_factor engram_max_ngram_size engram_vocab_size engram_n_heads engram_head_dim "
         "engram_pad_token_id engram_compressed_vocab_size num_nextn_predict_layers dspark_block_size "
