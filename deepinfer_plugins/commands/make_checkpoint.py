@@ -38,7 +38,7 @@ def main(
         TimeRemainingColumn(),
     )
     try:
-        with Progress(*columns, console=errors, disable=not weights) as bar:
+        with Progress(*columns, console=errors, transient=True, disable=not weights) as bar:
             task = bar.add_task("", total=None)
             config = make_checkpoint(
                 folder,
@@ -49,9 +49,11 @@ def main(
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
     except (ValueError, OSError) as error:
-        errors.print(f"make-checkpoint: {error}", style="red", markup=False, highlight=False)
+        errors.print(f"make-checkpoint: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
     what = f"{config.num_hidden_layers} layers of width {config.hidden_size}"
     files = "" if weights else ", configuration and index only"
-    Console().print(f"{folder}: {shape}, {what}, seed {seed}{files}", markup=False, highlight=False)
+    Console().print(
+        f"{folder}: {shape}, {what}, seed {seed}{files}", markup=False, highlight=False, soft_wrap=True
+    )
     return 0

@@ -365,7 +365,7 @@ class _Inspection:
             try:
                 header = _read_header(self._folder, shard)
             except _BadShard as problem:
-                self._problems.append(f"{shard}: {problem}; copy the file again")
+                self._problems.append(f"{shard}: {problem}")
                 unreadable.add(shard)
                 continue
             for raw, entry in header.items():
@@ -483,7 +483,10 @@ class _Inspection:
 
 
 class _BadShard(Exception):
-    """What is wrong with a file, without its name."""
+    """What is wrong with a file, without its name, and what to do about it."""
+
+    def __init__(self, problem: str, remedy: str = "copy the file again") -> None:
+        super().__init__(f"{problem}; {remedy}")
 
 
 def _read_header(folder: Path, shard: str) -> dict[str, _Entry]:
@@ -495,7 +498,12 @@ def _read_header(folder: Path, shard: str) -> dict[str, _Entry]:
     try:
         size = (folder / shard).stat().st_size
         with (folder / shard).open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            prefix = file.read(8)
+            if prefix == b"version ":
+                raise _BadShard(
+                    "only a Git LFS pointer to the file", "run git lfs pull in the checkpoint's folder"
+                )
+            length = int.from_bytes(prefix, "little")
             if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
                 raise _BadShard(f"no safetensors header ({size} bytes, header length {length})")
             header = json.loads(file.read(length))
@@ -510,10 +518,11 @@ def _read_header(folder: Path, shard: str) -> dict[str, _Entry]:
     header.pop("__metadata__", None)
     data_start = 8 + length
     entries = {name: _describe(shard, name, item, data_start) for name, item in header.items()}
-    end, previous = data_start, "the header"
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+    for name, entry in entries.items():
         if entry.end > size:
             raise _BadShard(f"truncated: {name} ends at byte {entry.end}, but the file has {size} bytes")
+    end, previous = data_start, "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != end:
             relation = "overlaps" if entry.start < end else "leaves a gap after"
             raise _BadShard(f"{name} {relation} {previous} (it starts at byte {entry.start}, not {end})")
