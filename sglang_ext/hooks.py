@@ -197,7 +197,8 @@ def ensure_active() -> None:
             f"deepinfer_plugins is registered but SGLang would run {found.__module__}.{found.__qualname__} for "
             f"{ARCHITECTURE}: its model registry was imported before our platform entry point ran "
             f"(SGLANG_EXTERNAL_MODEL_PACKAGE={os.environ.get('SGLANG_EXTERNAL_MODEL_PACKAGE')!r}). Set "
-            f"SGLANG_EXTERNAL_MODEL_PACKAGE={MODELS} in the environment, or DEEPINFER_PLUGINS_MODEL=native for that class."
+            f"SGLANG_EXTERNAL_MODEL_PACKAGE={MODELS} in the environment, or DEEPINFER_PLUGINS_MODEL=native to "
+            "have that class."
         )
 
 
