@@ -8,6 +8,7 @@ Source: sections 3.4 and 3.5 of the model's fact sheet.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +103,9 @@ Thank you very much! You're welcome; it's nothing. I don't know what we'll do, b
 """
 
 
-def build_tokenizer(vocab_size: int, image_token_id: int, noise_token_id: int) -> tokenizers.Tokenizer:
+def build_tokenizer(
+    vocab_size: int, image_token_id: int, noise_token_id: int, texts: Iterable[str] | None = None
+) -> tokenizers.Tokenizer:
     """A tokenizer in which every id below ``vocab_size`` is a token.
 
     Ids that the text is too short for are placeholders, which no text encodes to.
@@ -111,6 +114,7 @@ def build_tokenizer(vocab_size: int, image_token_id: int, noise_token_id: int) -
         vocab_size: Number of ids, at least :data:`SMALLEST_VOCABULARY`.
         image_token_id: Id of the image placeholder.
         noise_token_id: Id of the token that fills a draft block.
+        texts: What to learn pieces from; the text above if None.
 
     Raises:
         ValueError: The ids do not fit in the vocabulary, or collide.
@@ -134,7 +138,7 @@ def build_tokenizer(vocab_size: int, image_token_id: int, noise_token_id: int) -
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    learned.train_from_iterator(_TEXT.split("\n\n"), trainer)
+    learned.train_from_iterator(_TEXT.split("\n\n") if texts is None else texts, trainer)
     model: dict[str, Any] = json.loads(learned.to_str())["model"]
     pieces = iter(sorted(model["vocab"], key=model["vocab"].__getitem__))
 
