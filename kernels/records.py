@@ -19,7 +19,7 @@ def write_records(records: torch.Tensor, pages: torch.Tensor, slots: torch.Tenso
     if pages.shape[2] != records.shape[1]:
         raise ValueError(f"a record has {records.shape[1]} bytes, but the pages hold records of {pages.shape[2]}")
     page_size = pages.shape[1]
-    kept = slots >= 0
+    kept = (slots >= 0).nonzero().squeeze(1)
     slots = slots[kept]
     pages[slots // page_size, slots % page_size] = records[kept]
 
@@ -45,10 +45,11 @@ def read_entries(
         valid: bool, shape of ``entries``.
 
     Returns:
-        Shape of ``entries`` and ``record_bytes``, uint8. Where ``valid`` is false, some record that exists:
-        its bytes may be anything, so the caller must replace what it decodes to.
+        Shape of ``entries`` and ``record_bytes``, uint8; zeros, which decode to zeros, where ``valid`` is false:
+        what was never written may be NaN, and a factor of zero would not remove that.
     """
     page_size = pages.shape[1]
-    entries = entries.masked_fill(~valid, 0)
-    page = table[request, entries // page_size].long().masked_fill(~valid, 0)
-    return pages[page, entries % page_size]
+    missing = ~valid
+    entries = entries.masked_fill(missing, 0)
+    page = table[request, entries // page_size].long().masked_fill_(missing, 0)
+    return pages[page, entries % page_size].masked_fill_(missing[..., None], 0)

@@ -11,8 +11,12 @@ from collections.abc import Callable
 
 import torch
 
-# Small enough that a decode step of one row wastes little; all other shapes pay with a short loop.
-ROWS = 16
+# Rows of every product. Few, for a decode step of one row computes as many; a long prompt pays with a longer loop.
+ROWS = 8
+
+# Rows that fill whole vectors of any CPU whatever the width is. torch's vectorised exponentials and the scalar ones,
+# which get what is left past the last whole vector, differ in the last bit.
+WHOLE_VECTORS = 16
 
 # Elements of a weight decoded to float64 at a time (32 MiB).
 _WEIGHT_ELEMENTS = 1 << 22

@@ -1,9 +1,9 @@
-"""``engram_gate`` over whole blocks of rows."""
+"""``engram_gate`` over whole vectors, so that no row gets another exponential than its neighbours."""
 
 import torch
 
 from deepinfer_plugins.kernels.engram_gate import reference
-from deepinfer_plugins.kernels.row_blocks import ROWS, pad_rows
+from deepinfer_plugins.kernels.row_blocks import WHOLE_VECTORS, pad_rows
 
 
 def engram_gate(
@@ -14,9 +14,8 @@ def engram_gate(
     eps: float,
     skip: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As the reference. Whole blocks keep every row in torch's vectorised exponentials: the scalar ones, which get
-    what is left past the last whole vector, differ in the last bit."""
+    """As the reference."""
     n = streams.shape[0]
-    streams, keys, value = (pad_rows(part, ROWS) for part in (streams, keys, value))
-    skip = None if skip is None else pad_rows(skip, ROWS)
+    streams, keys, value = (pad_rows(part, WHOLE_VECTORS) for part in (streams, keys, value))
+    skip = None if skip is None else pad_rows(skip, WHOLE_VECTORS)
     return reference.engram_gate(streams, keys, value, weight, eps, skip)[:n]

@@ -12,7 +12,7 @@ from deepinfer_plugins.kernels.formats import decode_index_key, decode_mxfp4, en
 from deepinfer_plugins.kernels.records import read_entries
 from deepinfer_plugins.kernels.row_blocks import pad_rows
 
-ROWS = 16
+ROWS = 8
 KEYS = 256
 
 _NO_ENTRY = torch.iinfo(torch.int32).max
@@ -85,7 +85,6 @@ def _scores(
     tiles = zip(entries.split(KEYS, 1), wanted.split(KEYS, 1), scores.split(KEYS, 1)) if scores.numel() else ()
     for tile, tile_wanted, result in tiles:
         keys = decode_index_key(read_entries(pages, table, owner, tile, tile_wanted), d)
-        keys.masked_fill_(~tile_wanted[..., None], 0)
         keys = F.pad(keys, (0, 0, 0, KEYS - tile.shape[1]))
         if len(keys) == 1:
             products = (queries.flatten(0, 1) @ keys[0].T).view(num_rows, num_heads, KEYS)

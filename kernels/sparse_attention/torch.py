@@ -10,7 +10,7 @@ from deepinfer_plugins.kernels.formats import decode_compressed, decode_window
 from deepinfer_plugins.kernels.records import read_entries
 from deepinfer_plugins.kernels.row_blocks import pad_rows
 
-ROWS = 8
+ROWS = 4
 KEYS = 64
 
 
@@ -40,16 +40,15 @@ def sparse_attention(
         width = max(int((end - start).max()) + 1, 0)
         entries = start + torch.arange(_whole_tiles(width), device=q.device)
         valid = (entries >= 0) & (entries <= end)
-        keys = decode_window(read_entries(window_pages, window_table, owner, entries, valid), d)
+        keys = [decode_window(read_entries(window_pages, window_table, owner, entries, valid), d)]
         if compressed_pages is not None and compressed_table is not None and indices is not None:
             chosen = pad_rows(indices[rows], ROWS, -1).long()
             chosen = F.pad(chosen, (0, _whole_tiles(chosen.shape[1]) - chosen.shape[1]), value=-1)
             records = read_entries(compressed_pages, compressed_table, owner, chosen, chosen >= 0)
-            keys = torch.cat([keys, decode_compressed(records, d)], 1)
+            keys.append(decode_compressed(records, d))
             valid = torch.cat([valid, chosen >= 0], 1)
-        # Not by multiplying with zero: what no valid record holds may be NaN.
-        keys.masked_fill_(~valid[..., None], 0)
-        out[rows] = _attend(q[rows].double(), keys, valid, sinks.double(), scale)[: n - first]
+        tiles = [tile for part in keys if part.shape[1] for tile in part.split(KEYS, 1)]
+        out[rows] = _attend(q[rows].double(), tiles, valid, sinks.double(), scale)[: n - first]
     return out
 
 
@@ -58,13 +57,12 @@ def _whole_tiles(num_keys: int) -> int:
 
 
 def _attend(
-    q: torch.Tensor, keys: torch.Tensor, valid: torch.Tensor, sinks: torch.Tensor, scale: float
+    q: torch.Tensor, tiles: list[torch.Tensor], valid: torch.Tensor, sinks: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention of ``q [ROWS, num_heads, d]`` to ``keys [ROWS, num_keys, d]``, ``num_keys`` in whole tiles."""
+    """Attention of ``q [ROWS, num_heads, d]`` to ``tiles`` of ``[ROWS, KEYS, d]`` keys."""
     weighted = torch.zeros_like(q)
-    if not keys.shape[1]:
+    if not tiles:
         return weighted
-    tiles = keys.split(KEYS, 1)
     scores = torch.cat([q @ tile.mT for tile in tiles], -1).mul_(scale).masked_fill_(~valid[:, None], -torch.inf)
     sinks = sinks[:, None]
     highest = torch.maximum(scores.amax(-1, keepdim=True), sinks)
