@@ -22,8 +22,6 @@ def _load_plugins(problems: list[str]) -> None:
 
     try:
         load_general_plugins()
-    except SystemExit as error:
-        problems.append(f"vLLM would exit: {error}")
     except Exception as error:
         # vLLM does not catch this: it ends the engine.
         traceback.print_exc()
@@ -35,9 +33,6 @@ def _platform(problems: list[str]) -> str:
 
     try:
         platform = type(vllm.platforms.current_platform)
-    except SystemExit as error:
-        problems.append(f"vLLM would exit: {error}")
-        return ""
     except Exception as error:
         traceback.print_exc()
         problems.append(f"vLLM would not start: it finds no platform: {error}")
@@ -114,5 +109,14 @@ def probe() -> dict[str, Any]:
     }
 
 
+def main(answer: Path) -> None:
+    """Write the answer; ``{"exit": reason}`` where the engine itself would end, as our strict mode makes it."""
+    try:
+        found = probe()
+    except SystemExit as error:
+        found = {"exit": str(error)}
+    answer.write_text(json.dumps(found), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(probe()), encoding="utf-8")
+    main(Path(sys.argv[1]))

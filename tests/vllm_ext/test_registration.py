@@ -1,0 +1,138 @@
+"""What is registered, when nothing is, and what is said then. ``test_doctor.py`` asks the engine itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepinfer_plugins.core import patch
+from deepinfer_plugins.core.report import report
+from deepinfer_plugins.core.settings import SettingError
+from deepinfer_plugins.vllm_ext import entrypoints, versions
+from deepinfer_plugins.vllm_ext.v0_33 import patches, seams
+
+ARCHITECTURE = "DeepseekV41ForCausalLM"
+
+
+def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run some Python in a fresh process with our variables and no others of ours."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DEEPINFER_")}
+    command = [sys.executable, "-P", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, env={**environ, **variables}, timeout=300)
+
+
+RENAMED = """
+import sys
+from deepinfer_plugins.core.report import report
+from deepinfer_plugins.vllm_ext import entrypoints
+from deepinfer_plugins.vllm_ext.v0_33 import seams
+target = "vllm.v1.worker.gpu.states:RequestState.every_token_id"
+seams.missing.__defaults__ = ((*seams.SEAMS, seams.Seam(target, "test")),)
+print("platform", entrypoints.platform())
+entrypoints.register()
+entrypoints.register()
+print("active", report().active, "vllm" in sys.modules, report().registered)
+"""
+
+
+def test_importing_and_declining_loads_neither_torch_nor_vllm() -> None:
+    done = run("import sys, deepinfer_plugins.vllm_ext.entrypoints; print({'torch', 'vllm'} & {*sys.modules})")
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_a_renamed_target_registers_nothing_and_says_so_once() -> None:
+    done = run(RENAMED)
+    assert done.returncode == 0, done.stderr
+    nothing = {"models": {}, "platforms": {}, "hooks": {}}
+    assert done.stdout.splitlines() == ["platform None", f"active False False {nothing}"]
+    assert done.stderr.count("RequestState.every_token_id") == 1
+
+
+def test_strict_turns_that_into_an_exit() -> None:
+    done = run(RENAMED, DEEPINFER_PLUGINS_STRICT="1")
+    assert done.returncode == 1 and done.stdout == ""
+    assert "RequestState.every_token_id" in done.stderr and "STRICT" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("DEEPINFER_PLUGINS_MODEL", "ours", "DEEPINFER_PLUGINS_MODEL='ours'"),
+        ("DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "compact", "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE=compact"),
+        ("DEEPINFER_ACCELERATOR", "ascend", "DEEPINFER_ACCELERATOR=ascend"),
+    ],
+)
+def test_settings_that_cannot_be_met(variable: str, value: str, said: str) -> None:
+    code = "from deepinfer_plugins.vllm_ext.entrypoints import *; print(platform()); register(); print(report().active)"
+    done = run(code, **{variable: value})
+    assert done.stdout.split() == ["None", "False"] and said in done.stderr, done.stderr
+
+
+def test_native_leaves_the_engine_alone() -> None:
+    code = "from deepinfer_plugins.vllm_ext.entrypoints import *; print(platform()); register(); print(report().problems)"
+    done = run(code, DEEPINFER_PLUGINS_MODEL="native")
+    assert done.stdout.split() == ["None", "[]"] and done.stderr == ""
+
+
+def test_registering_again_changes_nothing() -> None:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    entrypoints.register()
+    once = dict(report().registered["models"])
+    entrypoints.register()
+    assert report().registered["models"] == once == patches.MODELS
+    assert report().active and ModelRegistry.models[ARCHITECTURE].class_name == ARCHITECTURE
+    assert f"{ModelRegistry.models[ARCHITECTURE].module_name}:{ARCHITECTURE}" == patches.MODELS[ARCHITECTURE]
+
+
+def test_the_platform_is_ours_and_still_a_cpu() -> None:
+    from vllm.platforms import current_platform
+
+    assert type(current_platform).__module__.startswith("deepinfer_plugins.vllm_ext.")
+    assert current_platform.is_cpu() or current_platform.is_cuda()
+
+
+def test_every_seam_is_there() -> None:
+    assert seams.missing() == []
+
+
+@pytest.mark.parametrize(
+    ("target", "parameters"),
+    [
+        ("vllm.v1.worker.gpu.no_such_module:thing", ()),
+        ("vllm.v1.attention.backend:AttentionBackend.supported_layouts", ()),
+        ("vllm.v1.kv_cache_interface:KVCacheSpec.copy_with_new_block_size", ("num_tokens",)),
+    ],
+)
+def test_a_missing_seam_is_named(target: str, parameters: tuple[str, ...]) -> None:
+    (why,) = seams.missing([seams.Seam(target, "hold the sky up", parameters)])
+    assert target in why and "hold the sky up" in why and all(name in why for name in parameters)
+
+
+def test_patches_point_at_something_and_say_why() -> None:
+    for each in patches.PATCHES:
+        assert patch.check(each) == ""
+        assert each.why and each.upstream and each.remove_when
+
+
+def test_versions() -> None:
+    assert versions.folder("0.33.0") == versions.folder("0.33.0+empty")
+    with pytest.raises(versions.UnsupportedVersion, match="0.34.1.*0.33.0"):
+        versions.folder("0.34.1")
+
+
+def test_hf_model_dir_stands_in_for_the_release_only(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    assert patches.resolve("deepseek-ai/DeepSeek-V4.1-Flash-1017", folder) == folder
+    assert patches.resolve("meta-llama/Llama-3.1-8B", folder) == "meta-llama/Llama-3.1-8B"
+    assert patches.resolve(folder, folder) == folder
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(SettingError, match="different folders"):
+        patches.resolve(str(other), folder)
+    with pytest.raises(SettingError, match="no such folder"):
+        patches.resolve("deepseek-ai/DeepSeek-V4.1-Flash-1017", str(tmp_path / "absent"))
