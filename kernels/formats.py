@@ -233,7 +233,10 @@ def _e2m1_pairs(device: torch.device) -> torch.Tensor:
 def _e2m1_ties(device: torch.device) -> torch.Tensor:
     """Greatest float32 that still rounds down to each magnitude; a tie goes to the code that is even."""
     ties = [
-        torch.tensor((low + high) / 2) for low, high in zip(_E2M1_MAGNITUDES, _E2M1_MAGNITUDES[1:], strict=False)
+        torch.tensor((low + high) / 2)
+        for low, high in zip(_E2M1_MAGNITUDES, _E2M1_MAGNITUDES[1:], strict=False)
     ]
-    odd_goes_up = [torch.nextafter(tie, tie.new_zeros(())) if code % 2 else tie for code, tie in enumerate(ties)]
+    odd_goes_up = [
+        torch.nextafter(tie, tie.new_zeros(())) if code % 2 else tie for code, tie in enumerate(ties)
+    ]
     return torch.stack(odd_goes_up).to(device)

@@ -17,7 +17,9 @@ def write_records(records: torch.Tensor, pages: torch.Tensor, slots: torch.Tenso
         ValueError: If ``pages`` holds records of another size.
     """
     if pages.shape[2] != records.shape[1]:
-        raise ValueError(f"a record has {records.shape[1]} bytes, but the pages hold records of {pages.shape[2]}")
+        raise ValueError(
+            f"a record has {records.shape[1]} bytes, but the pages hold records of {pages.shape[2]}"
+        )
     page_size = pages.shape[1]
     kept = (slots >= 0).nonzero().squeeze(1)
     slots = slots[kept]
@@ -33,7 +35,11 @@ def read_slots(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 def read_entries(
-    pages: torch.Tensor, table: torch.Tensor, request: torch.Tensor, entries: torch.Tensor, valid: torch.Tensor
+    pages: torch.Tensor,
+    table: torch.Tensor,
+    request: torch.Tensor,
+    entries: torch.Tensor,
+    valid: torch.Tensor,
 ) -> torch.Tensor:
     """Records of entries, by page table.
 

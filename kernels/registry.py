@@ -60,9 +60,8 @@ def choose(op: str, want: Want) -> Choice:
     variable = f"DEEPINFER_PLUGINS_{op.upper()}"
     forced = os.environ.get(variable, "")
     if forced and forced not in _PROVIDERS.get(op, {}):
-        raise NoProvider(
-            f"{variable}={forced}: {op} has no provider of that name; it has {', '.join(_PROVIDERS.get(op, {})) or 'none'}"
-        )
+        known = ", ".join(_PROVIDERS.get(op, {})) or "none"
+        raise NoProvider(f"{variable}={forced}: {op} has no provider of that name; it has {known}")
     passed_over: dict[str, str] = {}
     chosen: Provider | None = None
     for provider in providers(op):

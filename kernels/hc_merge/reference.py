@@ -3,9 +3,7 @@
 import torch
 
 
-def hc_merge(
-    x: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
-) -> torch.Tensor:
+def hc_merge(x: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
     """Spread a sublayer's output over the streams and mix them: ``post[t] * x + sum_s comb[s, t] * streams[s]``.
 
     Args:

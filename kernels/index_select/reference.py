@@ -52,7 +52,9 @@ def index_select(
         entries = torch.arange(length, device=q.device)
         if candidates is not None:
             entries = entries[torch.isin(entries // block_size, candidates[row])]
-        records = read_entries(pages, table, request[row], entries, torch.ones_like(entries, dtype=torch.bool))
+        records = read_entries(
+            pages, table, request[row], entries, torch.ones_like(entries, dtype=torch.bool)
+        )
         heads = (decode_index_key(records, d) @ queries[row].T).relu()
         # Adding zero turns -0 into 0: some sorts tell them apart.
         scores = (heads @ head_weights[row].double() + 0.0).bfloat16()

@@ -3,8 +3,6 @@
 The workspace is that of ``ROWS`` rows, whatever the batch is: their scores in bfloat16, and the sorting of them.
 """
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 
@@ -61,13 +59,13 @@ def index_select(
     return indices, blocks
 
 
-def _row_blocks(request: torch.Tensor, same_request: bool) -> Iterator[torch.Tensor]:
-    """Indices of rows, at most ``ROWS`` at a time, of one request at a time if asked so."""
-    if not same_request:
-        yield from torch.arange(len(request), device=request.device).split(ROWS) if len(request) else ()
-        return
-    for one in request.unique():
-        yield from (request == one).nonzero().squeeze(1).split(ROWS)
+def _row_blocks(request: torch.Tensor, same_request: bool) -> list[torch.Tensor]:
+    """Indices of rows, at most ``ROWS`` at a time; of one request at a time if asked so."""
+    if same_request:
+        groups = [(request == one).nonzero().squeeze(1) for one in request.unique()]
+    else:
+        groups = [torch.arange(len(request), device=request.device)]
+    return [rows for group in groups for rows in group.split(ROWS) if len(rows)]
 
 
 def _scores(
@@ -82,8 +80,7 @@ def _scores(
     """Scores ``[ROWS, num_entries]``, bfloat16, of ``entries [1 or ROWS, num_entries]``; 0 where not wanted."""
     num_rows, num_heads, d = queries.shape
     scores = torch.empty(num_rows, entries.shape[1], dtype=torch.bfloat16, device=queries.device)
-    tiles = zip(entries.split(KEYS, 1), wanted.split(KEYS, 1), scores.split(KEYS, 1)) if scores.numel() else ()
-    for tile, tile_wanted, result in tiles:
+    for tile, tile_wanted, result in zip(*(part.split(KEYS, 1) for part in (entries, wanted, scores))):
         keys = decode_index_key(read_entries(pages, table, owner, tile, tile_wanted), d)
         keys = F.pad(keys, (0, 0, 0, KEYS - tile.shape[1]))
         if len(keys) == 1:
@@ -99,7 +96,8 @@ def _scores(
 def _best(scores: torch.Tensor, valid: torch.Tensor, names: torch.Tensor, count: int) -> torch.Tensor:
     """Names, ascending, of the ``count`` valid columns of each row that score best; -1 where there are too few."""
     names = names.expand_as(scores)
-    order = scores.masked_fill(~valid, -torch.inf).sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    scores = scores.masked_fill(~valid, -torch.inf)
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     found = names.gather(1, order).masked_fill(~valid.gather(1, order), _NO_ENTRY).sort(-1).values
     found = found.masked_fill(found == _NO_ENTRY, -1)
     return F.pad(found, (0, count - found.shape[1]), value=-1).int()

@@ -21,19 +21,21 @@ def sparse_attention(
 ) -> torch.Tensor:
     """Attend to a window of keys and to chosen compressed keys, which are their own values, in one softmax.
 
-    ``out[h] = sum_i p[h, i] k[i]`` with ``p[h, i]`` proportional to ``exp(scale * q[h] . k[i])``; the sink takes the share
-    that belongs to ``exp(sinks[h])`` and gives nothing.
+    ``out[h] = sum_i p[h, i] k[i]`` with ``p[h, i]`` proportional to ``exp(scale * q[h] . k[i])``; the sink
+    takes the share that belongs to ``exp(sinks[h])`` and gives nothing.
 
     Args:
         q: ``[n, num_heads, d]``, bfloat16.
         window_pages: ``[num_pages, page_size, window_bytes(d)]``, uint8, any strides.
         window_table: ``[num_requests, max_pages]``, int32 or int64.
-        compressed_pages: ``[num_pages, page_size, compressed_bytes(d)]``, uint8, any strides; None for no such keys.
+        compressed_pages: ``[num_pages, page_size, compressed_bytes(d)]``, uint8, any strides; None for no
+            such keys.
         compressed_table: ``[num_requests, max_pages]``, int32 or int64; None with ``compressed_pages``.
         indices: ``[n, k]``, int32, entries of the compressed cache; negative ones are ignored. None likewise.
         request: ``[n]``, int64, row of both tables.
         window_start: ``[n]``, int64, first entry of the window; entries before 0 are ignored.
-        window_end: ``[n]``, int64, its last entry. No order between rows is implied: an end may lie past the row.
+        window_end: ``[n]``, int64, its last entry. No order between rows is implied: an end may lie past the
+            row.
         sinks: ``[num_heads]``, float32.
         scale: Of the scores.
 

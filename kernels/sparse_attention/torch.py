@@ -63,7 +63,8 @@ def _attend(
     weighted = torch.zeros_like(q)
     if not tiles:
         return weighted
-    scores = torch.cat([q @ tile.mT for tile in tiles], -1).mul_(scale).masked_fill_(~valid[:, None], -torch.inf)
+    scores = torch.cat([q @ tile.mT for tile in tiles], -1) * scale
+    scores = scores.masked_fill(~valid[:, None], -torch.inf)
     sinks = sinks[:, None]
     highest = torch.maximum(scores.amax(-1, keepdim=True), sinks)
     total = (sinks - highest).exp()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -30,7 +30,9 @@ def arch_of(device: torch.device) -> Arch:
 
 def reference(op: str) -> Callable[..., Any]:
     """The operator's definition."""
-    function: Callable[..., Any] = getattr(importlib.import_module(f"deepinfer_plugins.kernels.{op}.reference"), op)
+    function: Callable[..., Any] = getattr(
+        importlib.import_module(f"deepinfer_plugins.kernels.{op}.reference"), op
+    )
     return function
 
 
@@ -59,7 +61,9 @@ class Draw:
 
     def pages(self, num_pages: int, page_size: int, record_bytes: int) -> torch.Tensor:
         """Pages full of NaN, interleaved with another cache: no stride is what a lone cache would have."""
-        both = torch.full((num_pages, page_size + 1, record_bytes + 5), 0xFF, dtype=torch.uint8, device=self.device)
+        both = torch.full(
+            (num_pages, page_size + 1, record_bytes + 5), 0xFF, dtype=torch.uint8, device=self.device
+        )
         return both[:, 1:, 3:-2]
 
 
@@ -83,7 +87,9 @@ class Case:
     def num_rows(self) -> int:
         return len(self.args[self.rows[0]])
 
-    def call(self, function: Callable[..., Any], rows: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    def call(
+        self, function: Callable[..., Any], rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
         """Results of ``function``, on all rows or on some of them, in the order given."""
         args = dict(self.args)
         for name in self.rows:
@@ -116,7 +122,12 @@ def check_rows(function: Callable[..., Any], case: Case) -> None:
     device = case.args[case.rows[0]].device
     together = case.call(function)
     order = torch.arange(case.num_rows, device=device)
-    orders = [*order.split(1), *order.split(2), *order.split(7), *(order.roll(by) for by in range(1, len(order)))]
+    orders = [
+        *order.split(1),
+        *order.split(2),
+        *order.split(7),
+        *(order.roll(by) for by in range(1, len(order))),
+    ]
     for rows in orders:
         for place, (got, want) in enumerate(zip(case.call(function, rows), together, strict=True)):
             assert_same_bits(got, want[rows], f"result {place}, rows {rows.tolist()} of {case.num_rows}")
@@ -145,7 +156,9 @@ class Conformance:
         _skip_if_refused(provider, Want(arch_of(device), batch_invariant=False))
         check_agreement(provider, self.case(Draw(device), num_rows, variant))
 
-    def test_row_does_not_depend_on_the_batch(self, provider: Provider, variant: str, device: torch.device) -> None:
+    def test_row_does_not_depend_on_the_batch(
+        self, provider: Provider, variant: str, device: torch.device
+    ) -> None:
         _skip_if_refused(provider, Want(arch_of(device), batch_invariant=True))
         check_rows(provider.load(), self.case(Draw(device), BATCH, variant))
 

@@ -38,7 +38,9 @@ def test_agrees_with_the_formula(device: torch.device) -> None:
     got = experts(**args)
 
     def weight(name: str, expert: int) -> torch.Tensor:
-        return decode_e2m1(args[name][expert]) * decode_ue8m0(args[f"{name}_scales"][expert]).repeat_interleave(32, 1)
+        return decode_e2m1(args[name][expert]) * decode_ue8m0(
+            args[f"{name}_scales"][expert]
+        ).repeat_interleave(32, 1)
 
     x = decode_mxfp8(args["values"], args["scales"])
     for row, ids in enumerate(args["ids"].tolist()):

@@ -55,16 +55,24 @@ def test_decodes_every_byte(device: torch.device) -> None:
     every = torch.arange(256, device=device).to(torch.uint8)
     powers = torch.tensor([2.0 ** (byte - 127) for byte in range(255)] + [math.nan], dtype=torch.float64)
     assert_same_bits(formats.decode_ue8m0(every), powers, "ue8m0")
-    assert_same_bits(formats.decode_ue8m0(every[:255]), every[:255].view(torch.float8_e8m0fnu).double(), "torch")
+    assert_same_bits(
+        formats.decode_ue8m0(every[:255]), every[:255].view(torch.float8_e8m0fnu).double(), "torch"
+    )
     values = torch.tensor([e4m3_value(byte) for byte in range(256)], dtype=torch.float64)
     assert torch.equal(formats.decode_e4m3(every).cpu().nan_to_num(1e9), values.nan_to_num(1e9))
     signed = [*E2M1, *(-value for value in E2M1)]
-    pairs = torch.tensor([[signed[byte % 16], signed[byte // 16]] for byte in range(256)], dtype=torch.float64)
+    pairs = torch.tensor(
+        [[signed[byte % 16], signed[byte // 16]] for byte in range(256)], dtype=torch.float64
+    )
     assert_same_bits(formats.decode_e2m1(every[:, None]), pairs, "e2m1")
 
 
 @settings(deadline=None)
-@given(st.lists(floats | st.sampled_from([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.0]), min_size=2, max_size=2))
+@given(
+    st.lists(
+        floats | st.sampled_from([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.0]), min_size=2, max_size=2
+    )
+)
 def test_e2m1_rounds_to_nearest_even(pair: list[float]) -> None:
     packed = formats.encode_e2m1(torch.tensor(pair, dtype=torch.float32))
     want = torch.tensor(nearest_even(pair, E2M1), dtype=torch.float64)

@@ -39,8 +39,12 @@ def make_case(draw: Draw, num_rows: int, variant: str) -> Case:
         "block_size": BLOCK,
     }
     if variant == "candidates":
-        kept = draw.ints(0, 2, num_rows, 38).bool() & (torch.arange(38, device=draw.device) * BLOCK < lengths[:, None])
-        names = torch.arange(38, device=draw.device).expand(num_rows, -1).masked_fill(~kept, 1000).sort(1).values
+        kept = draw.ints(0, 2, num_rows, 38).bool() & (
+            torch.arange(38, device=draw.device) * BLOCK < lengths[:, None]
+        )
+        names = (
+            torch.arange(38, device=draw.device).expand(num_rows, -1).masked_fill(~kept, 1000).sort(1).values
+        )
         args["candidates"] = names.masked_fill(names == 1000, -1)[:, :12].int()
     return Case(args, rows=("q", "head_weights", "request", "lengths", "candidates"))
 
@@ -133,7 +137,9 @@ def test_unwritten_records_have_no_influence(device: torch.device, variant: str)
 def test_pages_past_two_to_the_31_bytes(device: torch.device, variant: str) -> None:
     case = make_case(Draw(device), 9, variant)
     pages, table = Cache(Draw(device), formats.encode_index_key, D, LENGTHS).far_away()
-    for got, want in zip(index_select(**case.args | {"pages": pages, "table": table}), index_select(**case.args)):
+    for got, want in zip(
+        index_select(**case.args | {"pages": pages, "table": table}), index_select(**case.args)
+    ):
         assert_same_bits(got, want, "far away")
 
 

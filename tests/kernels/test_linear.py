@@ -16,7 +16,11 @@ class TestLinear(Conformance):
     variants = ("bfloat16", "float32")
 
     def case(self, draw: Draw, num_rows: int, variant: str) -> Case:
-        args = {"x": draw.normal(num_rows, 100), "weight": draw.normal(37, 100), "out_dtype": getattr(torch, variant)}
+        args = {
+            "x": draw.normal(num_rows, 100),
+            "weight": draw.normal(37, 100),
+            "out_dtype": getattr(torch, variant),
+        }
         return Case(args, rows=("x",))
 
 

@@ -32,7 +32,9 @@ def test_agrees_with_exact_sums(device: torch.device) -> None:
     want = [
         [
             math.fsum(
-                x[i][c] * w[j][c] * math.ldexp(1, int(scales[i, c // 32]) + int(weight_scales[j // 32, c // 32]) - 254)
+                x[i][c]
+                * w[j][c]
+                * math.ldexp(1, int(scales[i, c // 32]) + int(weight_scales[j // 32, c // 32]) - 254)
                 for c in range(64)
             )
             for j in range(40)

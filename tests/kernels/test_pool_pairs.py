@@ -13,7 +13,9 @@ class TestPoolPairs(Conformance):
     sizes = (0, 1, 63, 1000)
 
     def case(self, draw: Draw, num_rows: int, variant: str) -> Case:
-        args = {name: draw.normal(num_rows, 2, 96, dtype=torch.float32, scale=4) for name in ("gates", "latents")}
+        args = {
+            name: draw.normal(num_rows, 2, 96, dtype=torch.float32, scale=4) for name in ("gates", "latents")
+        }
         return Case(args, rows=tuple(args))
 
 

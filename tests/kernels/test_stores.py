@@ -32,7 +32,10 @@ def slots_for(draw: Draw, num_rows: int) -> torch.Tensor:
 def stored(args: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     """The record of each row's slot; zeros for a row without one."""
     slots, pages = args["slots"], args["pages"]
-    records = [pages[slot // PAGE_SIZE, slot % PAGE_SIZE] if slot >= 0 else pages[0, 0] * 0 for slot in slots.tolist()]
+    records = [
+        pages[slot // PAGE_SIZE, slot % PAGE_SIZE] if slot >= 0 else pages[0, 0] * 0
+        for slot in slots.tolist()
+    ]
     return (torch.stack(records) if records else pages[0, :0],)
 
 
@@ -85,7 +88,9 @@ STORES: list[tuple[Store, Callable[[torch.Tensor, int], torch.Tensor], int]] = [
     (store_compressed, formats.decode_compressed, cache_layout.compressed_bytes(64)),
     (store_index_key, formats.decode_index_key, cache_layout.index_key_bytes(64)),
 ]
-each_store = pytest.mark.parametrize("store, decode, record_bytes", STORES, ids=lambda x: getattr(x, "__name__", ""))
+each_store = pytest.mark.parametrize(
+    "store, decode, record_bytes", STORES, ids=lambda x: getattr(x, "__name__", "")
+)
 
 
 @each_store
@@ -102,7 +107,9 @@ def test_what_is_stored_is_near_what_was_given(
 
 
 @each_store
-def test_nothing_else_is_written(device: torch.device, store: Store, decode: object, record_bytes: int) -> None:
+def test_nothing_else_is_written(
+    device: torch.device, store: Store, decode: object, record_bytes: int
+) -> None:
     draw = Draw(device)
     both = torch.full((3, PAGE_SIZE, 2 * record_bytes), 0xFF, dtype=torch.uint8, device=device)
     store(draw.normal(2, 64), both[..., record_bytes:], torch.tensor([-1, 8], device=device))
@@ -116,7 +123,9 @@ def test_pages_of_another_record_size_are_refused(
     device: torch.device, store: Store, decode: object, record_bytes: int
 ) -> None:
     draw = Draw(device)
-    with pytest.raises(ValueError, match=f"has {record_bytes} bytes, but the pages hold records of {record_bytes + 1}"):
+    with pytest.raises(
+        ValueError, match=f"has {record_bytes} bytes, but the pages hold records of {record_bytes + 1}"
+    ):
         store(draw.normal(1, 64), draw.pages(1, 1, record_bytes + 1), torch.tensor([0], device=device))
 
 
