@@ -29,7 +29,7 @@ from deepinfer_plugins.model.caches import CacheSpec
 from deepinfer_plugins.model.step import Caches, Paged
 
 # For tests: fill the caches with NaN instead of zeros. No result may change.
-POISON = "DEEPINFER_PLUGINS_POISON_CACHES"
+POISON = "DEEPINFER_TEST_POISON_CACHES"
 _TOKEN_ID_BYTES = 4
 
 

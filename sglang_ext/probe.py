@@ -24,23 +24,11 @@ def _platform(problems: list[str]) -> str:
 
     try:
         platform = type(sglang.srt.platforms.current_platform)
-    except SystemExit as error:
-        problems.append(f"SGLang would exit: {error}")
-        return ""
     except Exception as error:
         traceback.print_exc()
         problems.append(f"SGLang would not start: it finds no platform: {error}")
         return ""
     return f"{platform.__module__}:{platform.__qualname__}"
-
-
-def _load_plugins(problems: list[str]) -> None:
-    from sglang.srt.plugins import load_plugins
-
-    try:
-        load_plugins()
-    except SystemExit as error:
-        problems.append(f"SGLang would exit: {error}")
 
 
 def _model(architecture: str, problems: list[str]) -> str:
@@ -106,6 +94,7 @@ def probe() -> dict[str, Any]:
         GENERAL_PLUGINS_GROUP,
         PLATFORM_PLUGINS_GROUP,
         _get_excluded_dists,
+        load_plugins,
         load_plugins_by_group,
     )
 
@@ -114,7 +103,7 @@ def probe() -> dict[str, Any]:
     not_enabled = [group for group in groups if "deepinfer" not in load_plugins_by_group(group, excluded)]
     problems: list[str] = []
     _platform(problems)
-    _load_plugins(problems)
+    load_plugins()
     found = state()
     # SGLang reads an empty SGLANG_PLUGINS like an unset one: it does not keep plugins out.
     switches = {
@@ -128,5 +117,14 @@ def probe() -> dict[str, Any]:
     }
 
 
+def main(answer: Path) -> None:
+    """Write the answer; ``{"exit": reason}`` where the engine itself would end, as our strict mode makes it."""
+    try:
+        found = probe()
+    except SystemExit as error:
+        found = {"exit": str(error)}
+    answer.write_text(json.dumps(found), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(probe()), encoding="utf-8")
+    main(Path(sys.argv[1]))

@@ -64,6 +64,7 @@ def _install(config: ModelConfig) -> None:
     specs = cache_specs(config)
     patch.wrap(patches.KV_POOL, _own_pool(specs))
     patch.apply(patches.POOL_SIZES, lambda kvc: Sizes(kvc, specs))
+    patch.wrap(patches.PROMPT, _checked_prompt(config.vocab_size))
     register_attention_backend(ATTENTION_BACKEND)(
         lambda runner: StepBackend(runner, context_length=config.engram_max_ngram_size - 1)
     )
@@ -84,5 +85,21 @@ def _own_pool(specs: tuple[CacheSpec, ...]) -> Callable[[Any], Any]:
             )
 
         return build_token_to_kv_pool
+
+    return wrapper
+
+
+def _checked_prompt(vocab_size: int) -> Callable[[Any], Any]:
+    def wrapper(original: Any) -> Any:
+        def validate_input_length(req: Any, max_req_input_len: int, allow_auto_truncate: bool) -> str | None:
+            ids = req.origin_input_ids
+            if not len(ids):
+                return "The prompt is empty; give at least one token."
+            for token in (min(ids), max(ids)):
+                if not 0 <= token < vocab_size:
+                    return f"The prompt has the token id {token}; the vocabulary has ids from 0 to {vocab_size - 1}."
+            return original(req, max_req_input_len, allow_auto_truncate)
+
+        return validate_input_length
 
     return wrapper

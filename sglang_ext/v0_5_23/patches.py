@@ -21,5 +21,15 @@ POOL_SIZES = Patch(
     remove_when="a KV pool class can bring its own MemoryPoolConfigurator",
     parameters=("kvc",),
 )
+PROMPT = Patch(
+    target="sglang.srt.managers.scheduler:validate_input_length",
+    why=(
+        "SGLang checks the length of a prompt but not its ids: an empty prompt, or an id outside the vocabulary, would "
+        "take the scheduler down and with it every other request"
+    ),
+    upstream="none",
+    remove_when="SGLang refuses a prompt whose ids are not in [0, vocab_size)",
+    parameters=("req", "max_req_input_len", "allow_auto_truncate"),
+)
 
-PATCHES: tuple[Patch, ...] = (KV_POOL, POOL_SIZES)
+PATCHES: tuple[Patch, ...] = (KV_POOL, POOL_SIZES, PROMPT)

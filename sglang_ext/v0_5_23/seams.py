@@ -75,6 +75,9 @@ def _find(body: list[ast.stmt], name: str) -> ast.stmt | None:
             isinstance(target, ast.Name) and target.id == name for target in statement.targets
         ):
             return statement
+        # A name that the module took from another and looks up in its own namespace.
+        if isinstance(statement, ast.ImportFrom) and name in [a.asname or a.name for a in statement.names]:
+            return statement
         for inner in ("body", "orelse"):
             # Definitions under an `if` or `try` at the top count too; those inside functions don't.
             if isinstance(statement, ast.If | ast.Try) and (found := _find(getattr(statement, inner), name)):

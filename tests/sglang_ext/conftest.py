@@ -185,8 +185,8 @@ class Reference:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint") / "small"
-    make_checkpoint(folder, "small")
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    make_checkpoint(folder, "tiny")
     return folder
 
 
