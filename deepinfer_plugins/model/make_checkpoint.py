@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -68,18 +69,18 @@ def make_checkpoint(
     """
     folder = Path(folder)
     config = preset(shape) if isinstance(shape, str) else shape
+    if with_weights:
+        tokenizer = build_tokenizer(config.vocab_size, config.image_token_id, config.dspark_noise_token_id)
+        distinct = CompressedVocabulary.from_tokenizer(tokenizer, config.vocab_size).size
+        config = replace(config, engram_compressed_vocab_size=distinct)
     config = ModelConfig.from_dict(config.to_dict(), "the shape asked for")
     if shard_bytes is not None and shard_bytes < 1:
         raise ValueError(f"shard_bytes is {shard_bytes}; it must be at least 1")
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty; name a new folder, or empty this one")
-    if with_weights:
-        tokenizer = build_tokenizer(config.vocab_size, config.image_token_id, config.dspark_noise_token_id)
-        distinct = CompressedVocabulary.from_tokenizer(tokenizer, config.vocab_size).size
-        config = replace(config, engram_compressed_vocab_size=distinct)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_tokenizer(tokenizer, folder, config.max_position_embeddings)
     folder.mkdir(parents=True, exist_ok=True)
+    if with_weights:
+        write_tokenizer(tokenizer, folder, config.max_position_embeddings)
 
     specs = expected_tensors(config)
     total = sum(spec.num_bytes for spec in specs.values())
@@ -143,7 +144,8 @@ def _random(
     name: str, spec: TensorSpec, specs: Mapping[str, TensorSpec], seed: int
 ) -> Iterator[torch.Tensor]:
     """Random values of one tensor, in pieces of whole rows and of the stored dtype's width."""
-    generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
+    # torch's generator on the CPU takes 32 bits of its seed.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     draw = _drawer(name, spec, specs)
     rows, *rest = spec.shape
     step = max(1, _CHUNK_VALUES // math.prod(rest))
@@ -185,12 +187,12 @@ def _normal(
 
 # What a sublayer adds to the streams is small beside them, as in a trained network. Sublayers that dominate make
 # a chaotic network, in which one value rounded otherwise changes most of the tokens after it.
-_GAINS = {"head.": 3.0, ".engram.wkv.": 0.3, ".wo_b.": 0.25, ".w2.": 0.1}
+_GAINS = {r"head\.": 3.0, r"engram\.wkv\.": 0.3, r"attn\.wo_b\.": 0.25, r"experts\..*w2\.": 0.1}
 
 
 def _gain(name: str) -> float:
     """Root mean square of a linear's output when its input's is 1."""
-    return next((gain for part, gain in _GAINS.items() if part in name), 1.0)
+    return next((gain for pattern, gain in _GAINS.items() if re.search(pattern, name)), 1.0)
 
 
 def _scale_drawer(name: str, weight: TensorSpec) -> _Draw:
