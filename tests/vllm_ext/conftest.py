@@ -65,10 +65,14 @@ class Engine:
     llm: Any
     reference: Reference
 
-    def outputs(self, prompts: Sequence[Sequence[int]], new_tokens: int = NEW_TOKENS, **more: Any) -> list[Any]:
+    def outputs(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int = NEW_TOKENS, **more: Any
+    ) -> list[Any]:
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, **more)
+        params = SamplingParams(
+            temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, **more
+        )
         tokens = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         return self.llm.generate(tokens, params, use_tqdm=False)
 

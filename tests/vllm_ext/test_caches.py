@@ -27,7 +27,9 @@ def configuration(block: int | None = None) -> Any:
     )
 
 
-def groups(config: ModelConfig, block: int | None = None, draft: bool = False) -> tuple[list[Any], dict[str, Any]]:
+def groups(
+    config: ModelConfig, block: int | None = None, draft: bool = False
+) -> tuple[list[Any], dict[str, Any]]:
     vllm_config = configuration(block)
     layers = caches.register(cache_specs(config, draft), vllm_config)
     specs = {layer.name: layer.get_kv_cache_spec(vllm_config) for layer in layers}
@@ -37,7 +39,9 @@ def groups(config: ModelConfig, block: int | None = None, draft: bool = False) -
 @pytest.mark.parametrize("shape", ["tiny", "small", "wide", "release"])
 @pytest.mark.parametrize("block", [None, 2, 48, 256])
 @pytest.mark.parametrize("draft", [False, True])
-def test_every_cache_is_in_one_group_and_pages_divide_the_block(shape: str, block: int | None, draft: bool) -> None:
+def test_every_cache_is_in_one_group_and_pages_divide_the_block(
+    shape: str, block: int | None, draft: bool
+) -> None:
     made, specs = groups(preset(shape), block, draft)
     assert sorted(name for group in made for name in group.layer_names) == sorted(specs)
     tokens = block or caches.DEFAULT_BLOCK
@@ -85,13 +89,16 @@ def test_layers_of_a_group_share_one_table() -> None:
     for layer in layers:
         layer.bind_kv_cache(torch.zeros(8, 1, 16, layer.cache.record_bytes, dtype=torch.uint8))
     made = caches.caches(layers, {layer.name: SimpleNamespace(block_table_tensor=table) for layer in layers})
-    paged = [cache for kind in (made.window, made.compressed, made.index_key, made.compressor) for cache in kind.values()]
+    kinds = made.window, made.compressed, made.index_key, made.compressor
+    paged = [cache for kind in kinds for cache in kind.values()]
     assert len(paged) == len(layers) and made.draft == {}
     assert all(cache.table is table and cache.page_size == 16 for cache in paged)
 
 
 def test_tokens_before_a_step() -> None:
-    record = torch.tensor([[11, 12, 13, 14, 15, 0], [21, 22, 23, 0, 0, 0], [31, 0, 0, 0, 0, 0]], dtype=torch.int32)
+    record = torch.tensor(
+        [[11, 12, 13, 14, 15, 0], [21, 22, 23, 0, 0, 0], [31, 0, 0, 0, 0, 0]], dtype=torch.int32
+    )
     got = tokens_before(record, torch.tensor([1, 0, 2]), torch.tensor([2, 5, 0]), 3)
     assert got.tolist() == [[22, 21, NO_TOKEN], [15, 14, 13], [NO_TOKEN] * 3]
     assert got.dtype == torch.int64

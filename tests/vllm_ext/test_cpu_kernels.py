@@ -48,7 +48,9 @@ def copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def same(both: tuple[Any, Callable[..., None]], grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+def same(
+    both: tuple[Any, Callable[..., None]], grid: tuple[int, ...], *arguments: Any, **constants: Any
+) -> None:
     """Run both on the same arguments; every tensor must come out alike, written or not."""
     original, ours = both
     theirs, mine = [copied(a) for a in arguments], [copied(a) for a in arguments]
@@ -219,5 +221,7 @@ def test_gumbel_sample(kernel: Any, temperature: float) -> None:
         *(None, 0, 0, None, None, 0, logits, VOCAB, REQUESTS),
         *(torch.arange(MAX_REQUESTS), torch.arange(NUM_REQUESTS), temperatures, VOCAB),
     )
-    constants = dict(BLOCK_SIZE=1024, IS_DRAFTING=False, APPLY_TEMPERATURE=True, USE_FP64=False, PER_TOKEN_COL=False)
+    constants = dict(
+        BLOCK_SIZE=1024, IS_DRAFTING=False, APPLY_TEMPERATURE=True, USE_FP64=False, PER_TOKEN_COL=False
+    )
     same(both, (NUM_REQUESTS, 2), *arguments, **constants)

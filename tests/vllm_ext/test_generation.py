@@ -29,9 +29,9 @@ def test_batches(plain: Any, prompts: list[list[int]], batch: int) -> None:
 def test_logprobs(plain: Any, prompts: list[list[int]]) -> None:
     """Of the prompt and of what was generated, within what rounding of float32 explains.
 
-    The head's sums are rounded to float32 once on both sides: a logit x differs by EPS * |x| at most. vLLM then adds
-    up V exponentials and takes a logarithm in float32, each operation good to a few EPS: 2 V EPS relative in the
-    sum, so as much absolute in its logarithm, and the difference of two numbers below M = max |x| + log V rounds by M EPS.
+    The head's sums are rounded to float32 once on both sides: a logit x differs by EPS * |x| at most. vLLM
+    then adds up V exponentials and takes a logarithm in float32, each operation good to a few EPS: 2 V EPS relative
+    in the sum, so as much absolute in its logarithm; a difference of numbers below max |x| + log V rounds once more.
     """
     prompt = prompts[11]
     (output,) = plain.outputs([prompt], 5, logprobs=3, prompt_logprobs=3)
@@ -48,7 +48,7 @@ def test_logprobs(plain: Any, prompts: list[list[int]]) -> None:
 
 
 def test_as_a_user_starts_it(start: Any, small: Any, prompts: list[list[int]]) -> None:
-    """The default checkpoint without any option, its caches of NaN: asynchronous scheduling and prefix caching are on."""
+    """The default checkpoint without any option; asynchronous scheduling and prefix caching are on then."""
     from vllm import LLM
 
     with start(small, max_model_len=None, kv_cache_memory_bytes=None) as engine:
@@ -63,7 +63,7 @@ def test_as_a_user_starts_it(start: Any, small: Any, prompts: list[list[int]]) -
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_odd_chunks(start: Any, tiny: Any, prompts: list[list[int]], asynchronous: bool) -> None:
-    with start(tiny, max_num_seqs=7, max_num_batched_tokens=63, async_scheduling=asynchronous) as engine:
+    with start(tiny, max_num_seqs=8, max_num_batched_tokens=63, async_scheduling=asynchronous) as engine:
         engine.check(prompts[::2] if asynchronous else prompts[1::2], "chunks of 63")
 
 
@@ -80,9 +80,13 @@ def test_chunks_of_one(start: Any, tiny: Any, prompts: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("block", [2, 16])
 def test_prefix_hits_at_every_boundary(start: Any, tiny: Any, prompts: list[list[int]], block: int) -> None:
-    """Hits end on whole blocks, so a block of 2 makes every even one possible; what follows starts at both parities."""
+    """Hits end on whole blocks, so a block of 2 makes every even one possible; both parities of suffixes follow.
+
+    By default vLLM keeps windows at a prompt's end only; here it keeps all, so that a hit can end anywhere.
+    """
     first, tail = prompts[-2][:70], prompts[-1][:3]
-    with start(tiny, block_size=block, max_num_batched_tokens=64, max_num_seqs=8) as engine:
+    options = {"block_size": block, "prefix_cache_retention_interval": None}
+    with start(tiny, max_num_batched_tokens=64, max_num_seqs=8, **options) as engine:
         assert set(block % size for size in engine.block_sizes()) == {0}
         engine.outputs([first], 1)
         cuts = [*range(14, 22), *range(60, 68)]

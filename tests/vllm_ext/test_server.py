@@ -21,6 +21,7 @@ import pytest
 
 # Half a minute on an idle machine.
 START_TIMEOUT_S = 500
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 
 
 @dataclass
@@ -118,16 +119,14 @@ def test_chat_goes_through_the_release_encoding(server: Server, small: Any) -> N
         ("/v1/completions", {"prompt": [5], "temperature": -1}, "temperature"),
         (
             "/v1/chat/completions",
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}
-                ]
-            },
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
             "not a multimodal model",
         ),
     ],
 )
-def test_bad_requests_fail_alone(server: Server, small: Any, path: str, body: dict[str, Any], said: str) -> None:
+def test_bad_requests_fail_alone(
+    server: Server, small: Any, path: str, body: dict[str, Any], said: str
+) -> None:
     good = [5, 6, 7]
     with ThreadPoolExecutor(2) as pool:
         other = pool.submit(server.complete, good, 8)

@@ -64,7 +64,9 @@ def _classes() -> tuple[type, type]:
             return NAME
 
         def parse_options(self, options: dict[str, Any]) -> Any:
-            raise NotImplementedError("Triton's interpreter compiles nothing: TRITON_INTERPRET=1 was unset too late")
+            raise NotImplementedError(
+                "Triton's interpreter compiles nothing: TRITON_INTERPRET=1 was unset too late"
+            )
 
         def add_stages(self, stages: dict[str, Any], options: Any, language: Any = None) -> None:
             self.parse_options({})

@@ -14,7 +14,7 @@ MODELS = {"DeepseekV41ForCausalLM": "deepinfer_plugins.vllm_ext.v0_33.deepseek_v
 
 LOCAL_FOLDER = Patch(
     target="vllm.engine.arg_utils:EngineArgs.create_model_config",
-    why="DEEPINFER_HF_MODEL_DIR names the folder that a Hugging Face id of the model stands for; vLLM has no such setting",
+    why="DEEPINFER_HF_MODEL_DIR names the folder that the model's Hugging Face id stands for",
     upstream="none",
     remove_when="never: the setting is DeepInfer's",
 )
@@ -57,5 +57,7 @@ def resolve(model: str, folder: str) -> str:
         # Another model: the setting is not about it.
         return model
     if not os.path.isdir(folder):
-        raise SettingError(f"DEEPINFER_HF_MODEL_DIR={folder}: there is no such folder; set it to the checkpoint's")
+        raise SettingError(
+            f"DEEPINFER_HF_MODEL_DIR={folder}: there is no such folder; set it to the checkpoint's"
+        )
     return folder

@@ -30,7 +30,9 @@ class Seam:
 
 
 SEAMS = (
-    Seam("vllm.platforms.cpu:CpuPlatform.check_and_update_config", "keep what the user set", ("vllm_config",)),
+    Seam(
+        "vllm.platforms.cpu:CpuPlatform.check_and_update_config", "keep what the user set", ("vllm_config",)
+    ),
     Seam("vllm.platforms.cpu:CpuPlatform.import_kernels", "stand in for compiled operators"),
     Seam("vllm.platforms.cuda:CudaPlatform", "base of the NVIDIA platform"),
     Seam("vllm.platforms.cuda:CudaPlatformBase.check_and_update_config", "extend it", ("vllm_config",)),
@@ -46,9 +48,15 @@ SEAMS = (
         "fetch a checkpoint as vLLM does",
         ("model_name_or_path", "cache_dir", "allow_patterns", "revision"),
     ),
-    Seam("vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.bind_kv_cache", "get the caches"),
+    Seam(
+        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.bind_kv_cache", "get the caches"
+    ),
     Seam("vllm.v1.attention.backend:AttentionBackend.supported_kv_cache_layouts", "ask for blocks outermost"),
-    Seam("vllm.v1.attention.backend:AttentionMetadataBuilder.build", "pass metadata on", ("common_attn_metadata",)),
+    Seam(
+        "vllm.v1.attention.backend:AttentionMetadataBuilder.build",
+        "pass metadata on",
+        ("common_attn_metadata",),
+    ),
     Seam("vllm.v1.attention.backend:CommonAttentionMetadata.query_start_loc", "rows of each request"),
     Seam("vllm.v1.attention.backend:CommonAttentionMetadata.num_actual_tokens", "leave padding out"),
     Seam("vllm.v1.attention.backend:CommonAttentionMetadata.block_table_tensor", "page tables"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from deepinfer_plugins.model.caches import cache_specs
 from deepinfer_plugins.model.step import Step
 from deepinfer_plugins.vllm_ext.v0_33 import api
 from deepinfer_plugins.vllm_ext.v0_33.deepseek_v41 import caches, weights
@@ -29,13 +30,11 @@ class DeepseekV41ForCausalLM(torch.nn.Module):
 
     def __init__(self, *, vllm_config: api.VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        self.device = vllm_config.device_config.device
         self.max_model_len: int = vllm_config.model_config.max_model_len
         self.checkpoint = weights.find(vllm_config)
         self.model = weights.build(self.checkpoint, vllm_config)
         self.config = self.model.config
-        self.caches = caches.register(caches.cache_specs(self.config), vllm_config)
-        # Names of parameters are the model's own, without the adapter's in front.
+        self.caches = caches.register(cache_specs(self.config), vllm_config)
         self.context_depth: int = self.config.engram_max_ngram_size - 1
 
     @staticmethod
@@ -57,7 +56,9 @@ class DeepseekV41ForCausalLM(torch.nn.Module):
         return {name for name, _ in self.named_parameters()}
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("prompt embeddings are not supported: n-grams need the tokens; send token ids")
+        raise NotImplementedError(
+            "prompt embeddings are not supported: n-grams need the tokens; send token ids"
+        )
 
     def forward(
         self,

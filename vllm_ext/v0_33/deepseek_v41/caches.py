@@ -13,17 +13,19 @@ from typing import Any
 
 import torch
 
-from deepinfer_plugins.model.caches import CacheSpec, cache_specs
+from deepinfer_plugins.model.caches import CacheSpec
 from deepinfer_plugins.model.step import Caches, Paged
 from deepinfer_plugins.vllm_ext.v0_33 import api
 
 # Tokens per block of the caches that keep the whole context, unless --block-size says otherwise.
 DEFAULT_BLOCK = 128
+# No window page is smaller, where --block-size allows: attention kernels load whole runs of entries.
+_LEAST_WINDOW = 16
 # Every page starts at a multiple of this many bytes where page sizes allow it (16-byte loads need 16).
 _ALIGNMENT = 128
 
 
-class PassThroughBuilder(api.AttentionMetadataBuilder):  # type: ignore[type-arg]
+class PassThroughBuilder(api.AttentionMetadataBuilder):
     """Hands vLLM's own metadata on: the model builds its step from it."""
 
     _cudagraph_support = api.AttentionCGSupport.NEVER
@@ -134,7 +136,9 @@ def register(specs: tuple[CacheSpec, ...], vllm_config: api.VllmConfig) -> list[
         owner = "mtp" if spec.kind == "draft" else "model.layers"
         layer = CacheLayer(spec, f"{owner}.{spec.layer}.{spec.kind}")
         if layer.name in known:
-            raise ValueError(f"vLLM already has a layer {layer.name}: is the model built twice in one engine?")
+            raise ValueError(
+                f"vLLM already has a layer {layer.name}: is the model built twice in one engine?"
+            )
         known[layer.name] = layer
         layers.append(layer)
     return layers
@@ -195,7 +199,9 @@ def group(vllm_config: api.VllmConfig, specs: dict[str, api.KVCacheSpec]) -> lis
     whole = {name: spec for name, spec in specs.items() if not isinstance(spec, api.SlidingWindowMLASpec)}
     ratios = {int(spec.tokens_per_state) for spec in whole.values()}
     if odd := [ratio for ratio in sorted(ratios) if tokens % ratio]:
-        raise ValueError(f"--block-size {tokens}: an entry stands for {odd[0]} tokens; use a multiple of {odd[0]}")
+        raise ValueError(
+            f"--block-size {tokens}: an entry stands for {odd[0]} tokens; use a multiple of {odd[0]}"
+        )
     block = sum(_page_bytes(spec, tokens) for spec in whole.values())
     groups = [_uniform(whole, tokens)]
 
@@ -205,9 +211,8 @@ def group(vllm_config: api.VllmConfig, specs: dict[str, api.KVCacheSpec]) -> lis
             kinds.setdefault(name.rpartition(".")[2], []).append(name)
     if windows := kinds.get("window"):
         spec = specs[windows[0]]
-        held, window_tokens, num_groups = min(
-            _held(spec, len(windows), size, block) for size in _halvings(tokens)
-        )
+        sizes = [size for size in _halvings(tokens) if size >= _LEAST_WINDOW] or [tokens]
+        _, window_tokens, num_groups = min(_held(spec, len(windows), size, block) for size in sizes)
         per_group = -(-len(windows) // num_groups)
         block = max(block, per_group * _page_bytes(spec, window_tokens))
         for kind in ("window", "draft"):

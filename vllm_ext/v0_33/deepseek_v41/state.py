@@ -10,7 +10,9 @@ from deepinfer_plugins.model.step import NO_TOKEN
 from deepinfer_plugins.vllm_ext.v0_33 import api
 
 
-def tokens_before(all_token_ids: torch.Tensor, rows: torch.Tensor, first: torch.Tensor, depth: int) -> torch.Tensor:
+def tokens_before(
+    all_token_ids: torch.Tensor, rows: torch.Tensor, first: torch.Tensor, depth: int
+) -> torch.Tensor:
     """The tokens before each request's first row of a step, nearest first.
 
     Args:
