@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from .config import ModelConfig
-from .tensors import DTYPE_BYTES, TensorSpec, expected_tensors
+from deepinfer_plugins.model.config import ModelConfig
+from deepinfer_plugins.model.tensors import DTYPE_BYTES, TensorSpec, expected_tensors
 
 INDEX_NAME = "model.safetensors.index.json"
 _MODEL_PREFIX = "model."
@@ -204,7 +204,8 @@ class Checkpoint:
         placement = Placement() if placement is None else placement
         chosen = self.wanted(placement)
         if names is not None:
-            chosen = sorted(set(names) & set(chosen), key=chosen.index)
+            only = set(names)
+            chosen = [name for name in chosen if name in only]
         requests = []
         for name in chosen:
             entry = self._entry(name)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .engram import table_primes
+from deepinfer_plugins.model.engram import table_primes
 
 ARCHITECTURE = "DeepseekV41ForCausalLM"
 # Scale blocks of FP8 weights, groups of activations and of FP4 weights: no width may end inside one.

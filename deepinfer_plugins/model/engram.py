@@ -19,7 +19,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import tokenizers
 
-    from .config import ModelConfig
+    from deepinfer_plugins.model.config import ModelConfig
 
 _SEED_STRIDE = 10007
 # With these witnesses Miller-Rabin is exact below 3.3e24.

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from .config import ModelConfig
-from .engram import CompressedVocabulary
-from .presets import preset
-from .tensors import TensorSpec, expected_tensors
-from .tokenizer_data import build_tokenizer, write_tokenizer
+from deepinfer_plugins.model.config import ModelConfig
+from deepinfer_plugins.model.engram import CompressedVocabulary
+from deepinfer_plugins.model.presets import preset
+from deepinfer_plugins.model.tensors import TensorSpec, expected_tensors
+from deepinfer_plugins.model.tokenizer_data import build_tokenizer, write_tokenizer
 
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_SHARD_BYTES = 10 * 2**30

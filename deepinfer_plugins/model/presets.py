@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from .config import ModelConfig, RopeScaling, VisionConfig
+from deepinfer_plugins.model.config import ModelConfig, RopeScaling, VisionConfig
 
 
 def release() -> ModelConfig:

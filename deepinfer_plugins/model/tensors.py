@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .config import ModelConfig
+from deepinfer_plugins.model.config import ModelConfig
 
 FP8_BLOCK = 32
 FP4_GROUP = 32
