@@ -378,8 +378,11 @@ class Draft:
 
 
 def replay_start(prompt_length: int, keep: int | None) -> int:
-    """First position of a prompt that the decoder side runs on, if it is given the last ``keep``; None gives all."""
-    return 0 if keep is None else max(prompt_length - keep, 0)
+    """First position of a prompt that the decoder side runs on, if it is given the last ``keep``; None gives all.
+
+    The last row is always kept: its logits are the next token's.
+    """
+    return 0 if keep is None else prompt_length - min(max(keep, 1), prompt_length)
 
 
 class Oracle:
@@ -477,7 +480,7 @@ class Oracle:
             golden: The token after them.
             chain: The token before each drafted one, ``golden`` first; None drafts greedily.
         """
-        hidden, taps = self._backbone(token_ids, None, 0, None)
+        _, taps = self._backbone(token_ids, None, 0, None)
         states = self._draft_states(taps, golden, depth)
         base = self._linear(
             "head", self._norm(f"mtp.{self.config.num_nextn_predict_layers - 1}.norm", states)

@@ -18,6 +18,7 @@ from deepinfer_plugins.model.oracle import (
     engram_primes,
     engram_rows,
     gate,
+    replay_start,
     rotary_frequencies,
     sinkhorn,
 )
@@ -238,6 +239,10 @@ def test_replay_of_every_row_is_no_replay(oracle: Oracle, long) -> None:
     prompt, generated = tokens[:40], oracle.generate(tokens[:40], 2)
     assert oracle.verify(prompt, generated, replay_keep=40) is None
     assert torch.equal(oracle.logits(tokens, decoder_from=0), logits)
+
+
+def test_replay_keeps_at_least_the_last_row_and_at_most_all() -> None:
+    assert [replay_start(5, keep) for keep in (None, 0, 1, 4, 5, 6)] == [0, 4, 4, 1, 0, 0]
 
 
 def test_replay_leaves_the_encoder_side_and_narrows_the_windows_of_the_rest(oracle: Oracle, long) -> None:
