@@ -1,8 +1,10 @@
 """experts."""
 
+import pytest
 import torch
 
 from deepinfer_plugins.core.testing import assert_same_bits
+from deepinfer_plugins.kernels import row_blocks
 from deepinfer_plugins.kernels.experts.torch import experts
 from deepinfer_plugins.kernels.formats import decode_e2m1, decode_mxfp8, decode_ue8m0
 from deepinfer_plugins.kernels.mxfp8_cast.reference import mxfp8_cast
@@ -65,3 +67,12 @@ def test_ranks_add_up_to_the_whole(device: torch.device) -> None:
         parts.append(experts(**args | shard | {"first_expert": first}))
     assert_same_bits(parts[0] + parts[1], whole, "two ranks")
     assert not torch.logical_and(parts[0] != 0, parts[1] != 0).any()
+
+
+def test_a_large_weight_in_parts_changes_nothing(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = TestExperts().case(Draw(device), 9, "all here").args
+    want = experts(**args)
+    monkeypatch.setattr(row_blocks, "_WEIGHT_ELEMENTS", 1)
+    assert_same_bits(experts(**args), want, "32 rows of the weight at a time")

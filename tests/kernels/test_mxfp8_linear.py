@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepinfer_plugins.core.testing import assert_same_bits
+from deepinfer_plugins.kernels import row_blocks
 from deepinfer_plugins.kernels.mxfp8_cast.reference import mxfp8_cast
 from deepinfer_plugins.kernels.mxfp8_linear.torch import mxfp8_linear
 
@@ -52,3 +53,12 @@ def test_a_nan_row_stays_alone(device: torch.device, rows: int) -> None:
     scales[-1] = 0xFF
     got = mxfp8_linear(values, scales, draw.e4m3(32, 64), draw.scales(1, 2))
     assert got[-1].isnan().all() and got[:-1].isfinite().all()
+
+
+def test_a_large_weight_in_parts_changes_nothing(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = TestMxfp8Linear().case(Draw(device), 9, "77 by 128").args
+    want = mxfp8_linear(**args)
+    monkeypatch.setattr(row_blocks, "_WEIGHT_ELEMENTS", 1)
+    assert_same_bits(mxfp8_linear(**args), want, "32 rows of the weight at a time")

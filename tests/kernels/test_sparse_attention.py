@@ -121,6 +121,18 @@ def test_unwritten_records_have_no_influence(device: torch.device, variant: str)
         assert_same_bits(sparse_attention(**args | other), want, f"unwritten {byte:#x}")
 
 
+def test_page_ids_of_entries_that_nobody_reads_may_be_anything(device: torch.device) -> None:
+    args = make_case(Draw(device), 9, "compressed").args
+    args["window_start"], args["window_end"] = args["window_start"] * 0 + 70, args["window_end"] * 0 + 80
+    args["request"] = args["request"] * 0
+    want = sparse_attention(**args)
+    tables = {name: args[name].clone() for name in ("window_table", "compressed_table")}
+    tables["window_table"][:, : 70 // 7] = 2**30
+    tables["window_table"][:, 80 // 7 + 1 :] = -1
+    tables["compressed_table"][:, 100 // 7 + 1 :] = 2**30
+    assert_same_bits(sparse_attention(**args | tables), want, "freed pages")
+
+
 def test_pages_past_two_to_the_31_bytes(device: torch.device) -> None:
     args = make_case(Draw(device), 9, "compressed").args
     window, compressed = make_caches(device)
