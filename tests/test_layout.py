@@ -64,7 +64,7 @@ MODULES = modules()
 def room_of(module: str) -> str:
     """The room of ``deepinfer_plugins.<...>``; ``""`` for the package itself."""
     name = module.split(".")[1] if "." in module else ""
-    return "cli" if name in ("cli", "commands") else name
+    return "cli" if name in ("cli", "commands", "__main__") else name
 
 
 def imports(module: str, path: Path) -> Iterator[tuple[int, str]]:
@@ -204,3 +204,9 @@ def test_wheel_built_from_the_sdist_holds_every_room(tmp_path: Path) -> None:
     expected = {str(path.relative_to(ROOT)) for path in MODULES.values()}
     assert packed == expected, f"missing {sorted(expected - packed)}, unexpected {sorted(packed - expected)}"
     assert (unpacked / "tests" / "test_layout.py").exists()
+
+
+@pytest.mark.parametrize("readme", sorted(ROOT.glob("[!.]*/**/README.md")) + [ROOT / "README.md"], ids=str)
+def test_readme_links_to_files_that_exist(readme: Path) -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", readme.read_text())
+    assert not [link for link in links if not (readme.parent / link).exists()]
