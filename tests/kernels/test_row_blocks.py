@@ -52,3 +52,10 @@ def test_pad_rows_fills_with_the_value(device: torch.device) -> None:
     rows = torch.arange(5, device=device)
     assert row_blocks.pad_rows(rows, 4, -1).tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
     assert row_blocks.pad_rows(rows, 5) is rows
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 128, 1000])
+def test_numpy_and_torch_fold_alike(width: int) -> None:
+    x = Draw(torch.device("cpu")).normal(3, width, dtype=torch.float64)
+    folded = row_blocks._fold(x.clone())
+    assert_same_bits(row_blocks.sum_last(x), folded, "by numpy")
