@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,10 +142,32 @@ def test_hf_model_dir_stands_in_for_the_release_only(tmp_path: Path) -> None:
     folder = str(tmp_path)
     assert patches.resolve("deepseek-ai/DeepSeek-V4.1-Flash-1017", folder) == folder
     assert patches.resolve("meta-llama/Llama-3.1-8B", folder) == "meta-llama/Llama-3.1-8B"
-    assert patches.resolve(folder, folder) == folder
+    assert patches.resolve(folder, folder) == patches.resolve(folder, "") == folder
     other = tmp_path / "other"
     other.mkdir()
     with pytest.raises(SettingError, match="different folders"):
         patches.resolve(str(other), folder)
     with pytest.raises(SettingError, match="no such folder"):
         patches.resolve("deepseek-ai/DeepSeek-V4.1-Flash-1017", str(tmp_path / "absent"))
+
+
+def test_hf_model_dir_reaches_the_engine(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    name = "deepseek-ai/DeepSeek-V4.1-Flash-1017"
+    monkeypatch.setenv("DEEPINFER_HF_MODEL_DIR", str(small.folder))
+    entrypoints.register()
+    try:
+        assert patches.LOCAL_FOLDER in patch.ledger()
+        model = EngineArgs(model=name).create_model_config()
+    finally:
+        patch.revert(patches.LOCAL_FOLDER)
+    assert (model.model, model.tokenizer, model.served_model_name) == (str(small.folder),) * 2 + (name,)
+    assert model.tokenizer_mode == "deepseek_v41"
+
+
+def test_offline_without_a_cached_checkpoint_says_what_is_missing(tmp_path: Path) -> None:
+    code = "from vllm import LLM; LLM('deepseek-ai/DeepSeek-V4.1-Flash-1017')"
+    done = run(code, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    assert done.returncode != 0
+    assert "deepseek-ai/DeepSeek-V4.1-Flash-1017" in done.stderr and "HF_HUB_OFFLINE" in done.stderr

@@ -19,34 +19,66 @@ LOCAL_FOLDER = Patch(
     remove_when="never: the setting is DeepInfer's",
 )
 
-PATCHES: tuple[Patch, ...] = (LOCAL_FOLDER,)
+OFFLINE = Patch(
+    target="vllm.engine.arg_utils:get_model_path",
+    why="offline and not in the cache, Hugging Face's message names neither the model nor HF_HUB_OFFLINE",
+    upstream="none",
+    remove_when="vLLM names both",
+    parameters=("model", "revision"),
+)
 
+PATCHES: tuple[Patch, ...] = (LOCAL_FOLDER, OFFLINE)
+
+_FOLDER = "DEEPINFER_HF_MODEL_DIR"
 _RELEASE = "deepseek-v4.1-flash"
 
 
 def apply(settings: Settings) -> None:
     """Apply what the settings need. Applying again does nothing."""
+    wrap(OFFLINE, _with_reason)
     if settings.hf_model_dir is not None:
         wrap(LOCAL_FOLDER, _with_folder)
 
 
+def _with_reason(original: Callable[..., Any]) -> Callable[..., Any]:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def get_model_path(model: Any, revision: str | None = None) -> Any:
+        if resolve(str(model), os.environ.get(_FOLDER, "")) != str(model):
+            # Nothing to look for: the folder takes its place when vLLM makes its model configuration.
+            return model
+        try:
+            return original(model, revision)
+        except LocalEntryNotFoundError as error:
+            raise ValueError(
+                f"{model} is not in the Hugging Face cache and HF_HUB_OFFLINE is set: unset it to download, or give "
+                f"the checkpoint's folder as the model or in {_FOLDER}"
+            ) from error
+
+    return get_model_path
+
+
 def _with_folder(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_model_config(self: Any) -> Any:
-        folder = os.environ.get("DEEPINFER_HF_MODEL_DIR", "")
-        if folder and (name := resolve(self.model, folder)) != self.model:
-            self.served_model_name = self.served_model_name or self.model
-            self.model = self.tokenizer = self.hf_config_path = name
+        asked = self.model
+        self.model = resolve(asked, os.environ.get(_FOLDER, ""))
+        if self.model != asked:
+            self.served_model_name = self.served_model_name or asked
+            if self.tokenizer in (None, asked):
+                self.tokenizer = self.model
         return original(self)
 
     return create_model_config
 
 
 def resolve(model: str, folder: str) -> str:
-    """The folder to load when vLLM was asked for ``model`` and ``DEEPINFER_HF_MODEL_DIR`` is ``folder``.
+    """The folder to load when vLLM was asked for ``model`` and ``DEEPINFER_HF_MODEL_DIR`` is ``folder`` (empty: unset).
 
     Raises:
         SettingError: If the two name different folders, or ``folder`` is none.
     """
+    if not folder:
+        return model
     if os.path.isdir(model):
         if os.path.realpath(model) != os.path.realpath(folder):
             raise SettingError(

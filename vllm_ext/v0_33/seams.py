@@ -38,7 +38,6 @@ SEAMS = (
     Seam("vllm.platforms.cuda:CudaPlatformBase.check_and_update_config", "extend it", ("vllm_config",)),
     Seam("vllm.v1.worker.cpu_worker:CPUWorker._should_warm_up_model", "rely on: no warm-up in eager mode"),
     Seam("vllm.triton_utils.importing:HAS_TRITON", "made true by a driver for the interpreter"),
-    Seam("vllm.engine.arg_utils:EngineArgs.create_model_config", "see patches.py"),
     Seam("vllm.config.model:ModelConfig.original_max_model_len", "-1 asks for a length that fits"),
     Seam("vllm.config.cache:CacheConfig.user_specified_block_size", "--block-size or our default"),
     Seam("vllm.config.cache:CacheConfig.kv_cache_memory_bytes", "a default on a CPU"),

@@ -66,9 +66,13 @@ class DeepseekV41ForCausalLM(torch.nn.Module):
         positions: torch.Tensor,
         intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
-        context_ids: torch.Tensor | None = None,
+        *,
+        context_ids: torch.Tensor,
     ) -> torch.Tensor:
-        """Hidden states, ``[len(input_ids), hidden]``; rows of padding are zero."""
+        """Hidden states, ``[len(input_ids), hidden]``; rows of padding are zero.
+
+        ``context_ids`` comes from :class:`DeepseekV41State`; the other arguments are vLLM's usual ones.
+        """
         metadata = api.get_forward_context().attn_metadata
         if metadata is None:
             return self._measure(input_ids)
