@@ -1,6 +1,6 @@
-"""``sparse_attention`` in tiles of fixed shape: ``ROWS`` rows by ``KEYS`` keys.
+"""``sparse_attention`` with products of fixed shape: ``ROWS`` rows by ``KEYS`` keys.
 
-The workspace is that of ``ROWS`` rows, whatever the batch is: their keys and scores in float64.
+The workspace is that of ``ROWS_AT_ONCE`` rows, whatever the batch is: their keys and scores in float64.
 """
 
 import torch
@@ -8,10 +8,11 @@ import torch.nn.functional as F
 
 from deepinfer_plugins.kernels.formats import decode_compressed, decode_window
 from deepinfer_plugins.kernels.records import read_entries
-from deepinfer_plugins.kernels.row_blocks import pad_rows
+from deepinfer_plugins.kernels.row_blocks import pad_rows, sum_last
 
 ROWS = 4
 KEYS = 64
+ROWS_AT_ONCE = 32
 
 
 def sparse_attention(
@@ -31,24 +32,21 @@ def sparse_attention(
     has no key adds exact zeros, so how many tiles its neighbours need has no influence."""
     n, _, d = q.shape
     out = torch.empty_like(q)
-    # Rows added to fill the last block have an empty window and no index.
-    q, request, window_start = (pad_rows(part, ROWS) for part in (q, request, window_start))
-    window_end = pad_rows(window_end, ROWS, -1)
-    for first in range(0, n, ROWS):
-        rows = slice(first, first + ROWS)
+    sinks = sinks.double()
+    for first in range(0, n, ROWS_AT_ONCE):
+        rows = slice(first, first + ROWS_AT_ONCE)
         owner, start, end = request[rows, None], window_start[rows, None], window_end[rows, None]
         width = max(int((end - start).max()) + 1, 0)
         entries = start + torch.arange(_whole_tiles(width), device=q.device)
         valid = (entries >= 0) & (entries <= end)
-        keys = [decode_window(read_entries(window_pages, window_table, owner, entries, valid), d)]
+        keys = decode_window(read_entries(window_pages, window_table, owner, entries, valid), d)
         if compressed_pages is not None and compressed_table is not None and indices is not None:
-            chosen = pad_rows(indices[rows], ROWS, -1).long()
-            chosen = F.pad(chosen, (0, _whole_tiles(chosen.shape[1]) - chosen.shape[1]), value=-1)
+            missing = _whole_tiles(indices.shape[1]) - indices.shape[1]
+            chosen = F.pad(indices[rows].long(), (0, missing), value=-1)
             records = read_entries(compressed_pages, compressed_table, owner, chosen, chosen >= 0)
-            keys.append(decode_compressed(records, d))
+            keys = torch.cat([keys, decode_compressed(records, d)], 1)
             valid = torch.cat([valid, chosen >= 0], 1)
-        tiles = [tile for part in keys if part.shape[1] for tile in part.split(KEYS, 1)]
-        out[rows] = _attend(q[rows].double(), tiles, valid, sinks.double(), scale)[: n - first]
+        out[rows] = _attend(q[rows].double(), keys, valid, sinks, scale)
     return out
 
 
@@ -57,18 +55,26 @@ def _whole_tiles(num_keys: int) -> int:
 
 
 def _attend(
-    q: torch.Tensor, tiles: list[torch.Tensor], valid: torch.Tensor, sinks: torch.Tensor, scale: float
+    q: torch.Tensor, keys: torch.Tensor, valid: torch.Tensor, sinks: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention of ``q [ROWS, num_heads, d]`` to ``tiles`` of ``[ROWS, KEYS, d]`` keys."""
-    weighted = torch.zeros_like(q)
-    if not tiles:
-        return weighted
-    scores = torch.cat([q @ tile.mT for tile in tiles], -1) * scale
+    """Attention of ``q [n, num_heads, d]`` to ``keys [n, num_keys, d]``, ``num_keys`` in whole tiles."""
+    if not keys.shape[1]:
+        return torch.zeros_like(q)
+    tiles = pad_rows(keys, ROWS).split(KEYS, 1)
+    scores = torch.cat([_matmul(q, tile.mT) for tile in tiles], -1) * scale
     scores = scores.masked_fill(~valid[:, None], -torch.inf)
     sinks = sinks[:, None]
     highest = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+    shares = (scores - highest).exp()
     total = (sinks - highest).exp()
-    for share, tile in zip((scores - highest).exp().split(KEYS, -1), tiles):
-        total = total + share.sum(-1, keepdim=True)
-        weighted += share @ tile
+    weighted = torch.zeros_like(q)
+    for share, tile in zip(shares.split(KEYS, -1), tiles):
+        total += sum_last(share)[..., None]
+        weighted += _matmul(share, tile)
     return weighted / total
+
+
+def _matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``x @ y``, by blocks of ``ROWS``, of ``x [n, ...]`` and a ``y`` that has whole blocks of rows."""
+    blocks = [torch.bmm(*block) for block in zip(pad_rows(x, ROWS).split(ROWS), y.split(ROWS))]
+    return (blocks[0] if len(blocks) == 1 else torch.cat(blocks))[: x.shape[0]]

@@ -1,6 +1,8 @@
 """The shared tests themselves: providers that are wrong on purpose are caught."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,8 @@ def test_every_operator_is_in_the_catalogue_and_tested() -> None:
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     tested = re.findall(r'^    op = "(\w+)"$', tests, re.MULTILINE)
     assert sorted(tested) == registry.operators() == sorted(catalogue.choices(Want(Arch.CPU)))
+
+
+def test_listing_the_operators_imports_no_torch() -> None:
+    code = "import sys, deepinfer_plugins.kernels.catalogue; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -148,4 +148,5 @@ def test_the_number_of_rows_in_a_tile_has_no_influence(
     args = make_case(Draw(device), 23, "compressed").args
     want = sparse_attention(**args)
     monkeypatch.setattr(provider, "ROWS", 3)
+    monkeypatch.setattr(provider, "ROWS_AT_ONCE", 7)
     assert_same_bits(sparse_attention(**args), want, "three rows")
