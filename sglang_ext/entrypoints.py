@@ -79,7 +79,7 @@ def register() -> None:
         record.problem(problem)
     from deepinfer_plugins.sglang_ext import hooks
 
-    hooks.register(settings)
+    hooks.register()
     device = detect(settings.accelerator).chip.torch_device
     record.add("platforms", device, _PLATFORMS[device])
     record.active = True

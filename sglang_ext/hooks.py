@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer_plugins.core.report import report
-from deepinfer_plugins.core.settings import Settings, prefer
+from deepinfer_plugins.core.settings import Settings
 
 _LOG = logging.getLogger("deepinfer_plugins")
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 MODEL_TYPE = "deepseek_v41"
+RELEASE = "deepseek-ai/DeepSeek-V4.1-Flash"
 ATTENTION_BACKEND = "deepinfer"
 MODEL_CLASS = "deepinfer_plugins.sglang_ext.models.deepseek_v4:DeepseekV4ForCausalLM"
 
@@ -30,7 +31,7 @@ MAX_RUNNING_REQUESTS = {"cpu": 32, "cuda": 256}
 _registered = False
 
 
-def register(settings: Settings) -> None:
+def register() -> None:
     """Hook into SGLang's configuration; again is harmless."""
     global _registered
     if _registered:
@@ -40,36 +41,40 @@ def register(settings: Settings) -> None:
 
     if ATTENTION_BACKEND not in choices.ATTENTION_BACKEND_CHOICES:
         choices.ATTENTION_BACKEND_CHOICES.append(ATTENTION_BACKEND)
-    if settings.hf_model_dir:
-        register_resolution_hook("handle_model_source_paths")(_model_folder(settings.hf_model_dir))
-    register_resolution_hook("handle_multimodal")(_text_only)
-    register_resolution_hook("handle_model_specific_adjustments")(_own_model)
     record = report()
     record.add("models", ARCHITECTURE, MODEL_CLASS)
     for step, hook in (
-        ("handle_multimodal", _text_only),
+        ("handle_model_source_paths", _model_source),
+        ("handle_gpu_memory_settings", _text_only),
         ("handle_model_specific_adjustments", _own_model),
     ):
+        register_resolution_hook(step)(hook)
         record.add("hooks", step, f"{__name__}:{hook.__name__}")
     _registered = True
 
 
-def _model_folder(folder: str) -> Any:
-    """``DEEPINFER_HF_MODEL_DIR``: the folder that stands for the model's Hugging Face id."""
+def _model_source(server_args: Any, previous: Any) -> None:
+    """Where a Hugging Face id of the release is: ``DEEPINFER_HF_MODEL_DIR``, or SGLang's own way to it."""
+    from huggingface_hub import constants, try_to_load_from_cache
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
-    def handle(server_args: Any, previous: Any) -> None:
-        from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
-
-        asked = resolving_view(server_args).model_path
-        if not Path(asked).exists():
-            declare_resolution(server_args, "deepinfer", model_path=folder)
-            if resolving_view(server_args).tokenizer_path == asked:
-                declare_resolution(server_args, "deepinfer", tokenizer_path=folder)
-        elif Path(asked).resolve() != Path(folder).resolve():
-            prefer("checkpoint", asked, ("--model-path", asked), ("DEEPINFER_HF_MODEL_DIR", folder))
-        previous(server_args)
-
-    return handle
+    cfg = resolving_view(server_args)
+    asked = cfg.model_path
+    if asked.startswith(RELEASE) and not Path(asked).exists():
+        folder = Settings.from_env().hf_model_dir
+        if folder is not None:
+            fields = {"model_path": folder}
+            if cfg.tokenizer_path in (None, asked):
+                fields["tokenizer_path"] = folder
+            declare_resolution(server_args, "deepinfer", **fields)
+        elif constants.HF_HUB_OFFLINE and not isinstance(
+            try_to_load_from_cache(asked, "config.json", revision=cfg.revision), str
+        ):
+            raise FileNotFoundError(
+                f"{asked} is not in the Hugging Face cache, and HF_HUB_OFFLINE forbids to download it: unset it, set "
+                "DEEPINFER_HF_MODEL_DIR to a folder that has the checkpoint, or run once online"
+            )
+    previous(server_args)
 
 
 def _is_ours(server_args: Any) -> bool:
@@ -82,13 +87,11 @@ def _is_ours(server_args: Any) -> bool:
 def _text_only(server_args: Any, previous: Any) -> None:
     """The release has a vision tower; this version serves its text side, and an image is refused."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
-    from sglang.srt.utils.hf_transformers_utils import get_config
 
-    cfg = resolving_view(server_args)
-    if not cfg.language_model_only and not cfg.encoder_only:
-        config = get_config(cfg.model_path, trust_remote_code=cfg.trust_remote_code, revision=cfg.revision)
-        if getattr(config, "model_type", None) == MODEL_TYPE:
-            declare_resolution(server_args, "deepinfer", language_model_only=True)
+    if _is_ours(server_args) and not resolving_view(server_args).language_model_only:
+        declare_resolution(server_args, "deepinfer", language_model_only=True)
+        # SGLang remembers the model's configuration, and that one still says it is multimodal.
+        server_args._model_config = None
     previous(server_args)
 
 
@@ -227,5 +230,5 @@ def _defaults(server_args: Any) -> dict[str, Any]:
     if asked["swa_full_tokens_ratio"] is None:
         fields["swa_full_tokens_ratio"] = SWA_FULL_TOKENS_RATIO
     if asked["max_running_requests"] is None:
-        fields["max_running_requests"] = MAX_RUNNING_REQUESTS[cfg.device]
+        fields["max_running_requests"] = MAX_RUNNING_REQUESTS.get(cfg.device)
     return fields

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +58,7 @@ def build(checkpoint: Checkpoint, device: torch.device) -> DeepseekV41:
 
 def load_weights(network: DeepseekV41, checkpoint: Checkpoint) -> None:
     """Stream every tensor of the model into place."""
-    load(network, checkpoint)
+    load(network, checkpoint, progress=sys.stdout.isatty())
 
 
 def _install(config: ModelConfig) -> None:

@@ -1,0 +1,109 @@
+"""What SGLang's arguments become for our model, and which are refused with what words."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# One process resolves every case: importing SGLang is what takes the time.
+RESOLVE = """
+import json, os, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.server_args import ServerArgs
+FIELDS = ("model_path", "tokenizer_path", "device", "attention_backend", "page_size", "sampling_backend",
+          "max_running_requests", "language_model_only",
+          "enable_decoder_swa_bounded_replay", "disable_overlap_schedule", "disable_radix_cache")
+found = {}
+for name, given in json.loads(sys.argv[1]).items():
+    folder = given.pop("folder", None)
+    os.environ.update({"DEEPINFER_HF_MODEL_DIR": folder} if folder else {})
+    try:
+        arguments = ServerArgs(**given)
+        arguments.resolve_once()
+        view = resolved_view(arguments)
+        found[name] = {field: getattr(view, field) for field in FIELDS}
+        graphs = view.cuda_graph_config
+        found[name]["graphs"] = [str(graphs.decode.backend), str(graphs.prefill.backend)]
+    except Exception as error:
+        found[name] = f"{type(error).__name__}: {error}"
+    os.environ.pop("DEEPINFER_HF_MODEL_DIR", None)
+print(json.dumps(found))
+"""
+RELEASE = "deepseek-ai/DeepSeek-V4.1-Flash-1017"
+REFUSED = {
+    "odd page": ({"page_size": 63}, "--page-size 63: a page must hold an even number of tokens"),
+    "chunk below a page": ({"page_size": 64, "chunked_prefill_size": 32}, "--chunked-prefill-size 32"),
+    "two ranks": ({"tp_size": 2}, "--tp-size 2"),
+    "speculation": ({"speculative_algorithm": "DSPARK"}, "--speculative-algorithm DSPARK"),
+    "another backend": ({"attention_backend": "torch_native"}, "--attention-backend torch_native"),
+    "another dtype": ({"dtype": "float16"}, "--dtype float16"),
+    "another cache": ({"kv_cache_dtype": "bfloat16"}, "--kv-cache-dtype bfloat16"),
+    "another model": ({"json_model_override_args": '{"index_topk": 4}'}, "--json-model-override-args"),
+    "random weights": ({"load_format": "dummy"}, "--load-format dummy"),
+    "an id that is not cached": ({"model_path": RELEASE}, f"{RELEASE} is not in the Hugging Face cache"),
+}
+
+
+@pytest.fixture(scope="module")
+def resolved(checkpoint: Path, engine_environment: Any) -> dict[str, Any]:
+    cases: dict[str, dict[str, Any]] = {
+        "defaults": {},
+        "asked": {"page_size": 2, "max_running_requests": 3, "disable_overlap_schedule": True},
+        "by id": {"model_path": RELEASE, "folder": str(checkpoint)},
+        **{name: given for name, (given, _) in REFUSED.items()},
+    }
+    whole = {name: {"model_path": str(checkpoint), **given} for name, given in cases.items()}
+    done = subprocess.run(
+        [sys.executable, "-c", RESOLVE, json.dumps(whole)],
+        env=engine_environment(CUDA_VISIBLE_DEVICES=""),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_defaults(resolved: dict[str, Any], checkpoint: Path) -> None:
+    assert resolved["defaults"] == {
+        "model_path": str(checkpoint),
+        "tokenizer_path": str(checkpoint),
+        "device": "cpu",
+        "attention_backend": "deepinfer",
+        "page_size": 64,
+        "sampling_backend": "pytorch",
+        "max_running_requests": 32,
+        "language_model_only": True,
+        "enable_decoder_swa_bounded_replay": False,
+        "disable_overlap_schedule": False,
+        "disable_radix_cache": False,
+        "graphs": ["disabled", "disabled"],
+    }
+
+
+def test_what_the_user_asks_for_stays(resolved: dict[str, Any]) -> None:
+    asked = resolved["asked"]
+    assert (asked["page_size"], asked["max_running_requests"], asked["disable_overlap_schedule"]) == (
+        2,
+        3,
+        True,
+    )
+
+
+def test_folder_for_an_id(resolved: dict[str, Any]) -> None:
+    assert resolved["by id"] == resolved["defaults"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(resolved: dict[str, Any], name: str) -> None:
+    """With the flag as the user wrote it."""
+    assert isinstance(resolved[name], str), resolved[name]
+    assert REFUSED[name][1] in resolved[name]
