@@ -74,6 +74,7 @@ class Group:
         self.rng = rng
 
     def take(self) -> int:
+        assert self.free, f"{self.name}: all {self.num_pages} pages are taken; give the engine more"
         page = self.free.pop(self.rng.randrange(len(self.free)))
         self._poison(page)
         return page
