@@ -68,6 +68,8 @@ class StepBackend(AttentionBackend):
         heads = slots[rows, : max(longest, 1) : page_size].long()
         full_table = heads // page_size
         window_table = pool.translate_loc_from_full_to_swa(heads) // page_size
+        # One column further than the last token: half a pair has a column too.
+        pair_table = slots[rows, 1 : longest + 1 : 2] if pool.cuts_entries else None
 
         pool.token_ids[batch.out_cache_loc] = token_ids.int()
         before = first[:, None] - torch.arange(1, self.context_length + 1, device=token_ids.device)
@@ -78,7 +80,7 @@ class StepBackend(AttentionBackend):
             request=request,
             context_ids=torch.where(before < 0, NO_TOKEN, known),
         )
-        return Batch(step, pool.caches(full_table, window_table))
+        return Batch(step, pool.caches(full_table, window_table, pair_table))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         raise NotImplementedError("deepinfer_plugins runs without CUDA graphs yet; leave --cuda-graph-* out")

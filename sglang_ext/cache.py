@@ -5,7 +5,9 @@ chunking and its retraction hold for all of them:
 
 - the *full* pool has a slot per token for as long as the token is kept: compressed keys and index
   keys (a page of ``page_size`` slots holds ``page_size / ratio`` entries), and the token's own id,
-  which the n-gram tables of a later step need;
+  which the n-gram tables of a later step need. Where pages cut entries in two, that is at ratio 2 and
+  an odd page size, an entry lies in the slot of the last token it stands for, and the other slot is
+  spare: a prefix may then end in the middle of an entry, which each of its users completes for itself;
 - the *window* pool (SGLang calls it SWA) has slots for the latest tokens only, and SGLang frees what
   fell behind the window: window keys, the compressor's waiting rows, a draft's context keys.
 """
@@ -33,9 +35,16 @@ POISON = "DEEPINFER_TEST_POISON_CACHES"
 _TOKEN_ID_BYTES = 4
 
 
-def bytes_per_token(specs: Sequence[CacheSpec]) -> tuple[int, int]:
+def _tokens_per_entry(spec: CacheSpec, page_size: int) -> int:
+    """Slots of the full pool that share a place for one entry."""
+    return spec.ratio if page_size % spec.ratio == 0 else 1
+
+
+def bytes_per_token(specs: Sequence[CacheSpec], page_size: int) -> tuple[int, int]:
     """Bytes that a slot of the full pool and one of the window pool take, in all layers together."""
-    full = sum(-(-spec.record_bytes // spec.ratio) for spec in specs if spec.window is None)
+    full = sum(
+        -(-spec.record_bytes // _tokens_per_entry(spec, page_size)) for spec in specs if spec.window is None
+    )
     window = sum(spec.record_bytes for spec in specs if spec.window is not None)
     return full + _TOKEN_ID_BYTES, window
 
@@ -51,7 +60,7 @@ class Sizes(MemoryPoolConfigurator):
     def __init__(self, kvc: Any, specs: Sequence[CacheSpec]) -> None:
         from sglang.srt.runtime_context import get_schedule
 
-        self._full_bytes, self._window_bytes = bytes_per_token(specs)
+        self._full_bytes, self._window_bytes = bytes_per_token(specs, kvc.page_size)
         self._window = kvc.sliding_window_size
         schedule = get_schedule()
         self._ratio = schedule.swa_full_tokens_ratio
@@ -98,9 +107,8 @@ class _Slots(KVCache):
         num_pages = size // page_size + 1
         self.pages: dict[CacheSpec, torch.Tensor] = {}
         for spec in specs:
-            if page_size % spec.ratio:
-                raise ValueError(f"page size {page_size} does not hold whole entries of {spec.ratio} tokens")
-            shape = (num_pages, page_size // spec.ratio, spec.record_bytes)
+            entries = page_size // _tokens_per_entry(spec, page_size)
+            shape = (num_pages, entries, spec.record_bytes)
             # Zeros from the operating system cost memory only where they are written.
             pages = torch.zeros(shape, dtype=torch.uint8, device=device)
             self.pages[spec] = pages.fill_(fill) if fill else pages
@@ -137,19 +145,33 @@ class CachePool(BaseSWAKVPool):
         self.full_to_swa_index_mapping: torch.Tensor | None = None
         self.mem_usage = self.get_kv_size_bytes() / (1 << 30)
 
-    def caches(self, full_table: torch.Tensor, window_table: torch.Tensor) -> Caches:
+    @property
+    def cuts_entries(self) -> bool:
+        """Whether entries of two tokens lie across pages."""
+        return self.page_size % 2 == 1
+
+    def caches(
+        self, full_table: torch.Tensor, window_table: torch.Tensor, pair_table: torch.Tensor | None
+    ) -> Caches:
         """The caches as one step sees them.
 
         Args:
             full_table: ``[num_requests, max_pages]``, page ids in the full pool.
             window_table: The same for the window pool.
+            pair_table: ``[num_requests, max_entries]``, slots in the full pool of the second token of each
+                pair; used, and only then needed, if :attr:`cuts_entries`.
         """
         kinds: dict[str, dict[int, Paged]] = {
             kind: {} for kind in ("window", "compressed", "index_key", "compressor", "draft")
         }
         for pool, table in ((self.full_kv_pool, full_table), (self.swa_kv_pool, window_table)):
             for spec, pages in pool.pages.items():
-                kinds[spec.kind][spec.layer] = Paged(pages, table)
+                if spec.window is None and spec.ratio == 2 and self.cuts_entries:
+                    assert pair_table is not None
+                    pages = pages.view(-1, 1, spec.record_bytes)
+                    kinds[spec.kind][spec.layer] = Paged(pages, pair_table)
+                else:
+                    kinds[spec.kind][spec.layer] = Paged(pages, table)
         return Caches(**kinds)
 
     def get_kv_size_bytes(self) -> int:

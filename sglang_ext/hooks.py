@@ -22,7 +22,6 @@ RELEASE = "deepseek-ai/DeepSeek-V4.1-Flash"
 ATTENTION_BACKEND = "deepinfer"
 MODEL_CLASS = "deepinfer_plugins.sglang_ext.models.deepseek_v4:DeepseekV4ForCausalLM"
 
-# Entries of a compressed cache stand for two positions at ratio 2, so a page holds an even number.
 PAGE_SIZE = 64
 # How much of the full pool the window pool is, at least: what a prefix needs to be found again.
 SWA_FULL_TOKENS_RATIO = 0.25
@@ -143,18 +142,12 @@ def _refusals(cfg: Any, asked: Any) -> list[str]:
     ]
 
 
-def _check_pages(asked: Any) -> None:
-    """Pages hold whole entries, chunks whole pages."""
+def _check_chunk(asked: Any) -> None:
     page_size, chunk = asked["page_size"] or PAGE_SIZE, asked["chunked_prefill_size"]
-    if page_size % 2:
+    if chunk is not None and chunk > 0 and chunk % page_size:
         raise ValueError(
-            f"--page-size {page_size}: a page must hold an even number of tokens, since a compressed entry stands for "
-            f"two; leave it out for {PAGE_SIZE}"
-        )
-    if chunk is not None and 0 < chunk < page_size:
-        raise ValueError(
-            f"--chunked-prefill-size {chunk}: SGLang cuts a chunk to whole pages, so it must be at least the "
-            f"page size, {page_size}; make it larger or --page-size smaller"
+            f"--chunked-prefill-size {chunk}: SGLang prefills whole pages, so it must be a multiple of the page size, "
+            f"{page_size}; change it, or --page-size (any from 1 on; even ones take less memory)"
         )
 
 
@@ -170,7 +163,7 @@ def _own_model(server_args: Any, previous: Any) -> None:
             f"deepinfer_plugins does not serve DeepSeek-V4.1 with {', '.join(refusals)} yet. Leave that out, or set "
             "DEEPINFER_PLUGINS_MODEL=native to use SGLang's own model."
         )
-    _check_pages(asked)
+    _check_chunk(asked)
     if Path(cfg.model_path).is_dir():
         # Headers only. The scheduler looks again, but its errors come half a minute later, among many lines.
         from deepinfer_plugins.model.checkpoint import Checkpoint

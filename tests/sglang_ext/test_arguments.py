@@ -38,8 +38,8 @@ print(json.dumps(found))
 """
 RELEASE = "deepseek-ai/DeepSeek-V4.1-Flash-1017"
 REFUSED = {
-    "odd page": ({"page_size": 63}, "--page-size 63: a page must hold an even number of tokens"),
-    "chunk below a page": ({"page_size": 64, "chunked_prefill_size": 32}, "--chunked-prefill-size 32"),
+    "chunk of half a page": ({"chunked_prefill_size": 32}, "--chunked-prefill-size 32"),
+    "chunk of a page and a half": ({"page_size": 2, "chunked_prefill_size": 63}, "--chunked-prefill-size 63"),
     "two ranks": ({"tp_size": 2}, "--tp-size 2"),
     "speculation": ({"speculative_algorithm": "DSPARK"}, "--speculative-algorithm DSPARK"),
     "another backend": ({"attention_backend": "torch_native"}, "--attention-backend torch_native"),
@@ -55,7 +55,7 @@ REFUSED = {
 def resolved(checkpoint: Path, engine_environment: Any) -> dict[str, Any]:
     cases: dict[str, dict[str, Any]] = {
         "defaults": {},
-        "asked": {"page_size": 2, "max_running_requests": 3, "disable_overlap_schedule": True},
+        "asked": {"page_size": 1, "max_running_requests": 3, "disable_overlap_schedule": True},
         "by id": {"model_path": RELEASE, "folder": str(checkpoint)},
         **{name: given for name, (given, _) in REFUSED.items()},
     }

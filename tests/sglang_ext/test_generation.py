@@ -22,9 +22,9 @@ def server(serve: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def fine(serve: Any) -> Iterator[Any]:
-    """The smallest pages and with them the smallest chunks: SGLang cuts a chunk to whole pages."""
+    """A token a page, a token a chunk."""
     with serve(
-        "--page-size", "2", "--chunked-prefill-size", "2", DEEPINFER_TEST_POISON_CACHES="1"
+        "--page-size", "1", "--chunked-prefill-size", "1", DEEPINFER_TEST_POISON_CACHES="1"
     ) as running:
         yield running
 
@@ -33,8 +33,9 @@ def fine(serve: Any) -> Iterator[Any]:
 def tight(serve: Any) -> Iterator[Any]:
     """No overlap of scheduling and running, odd chunks, and memory for fewer requests than are admitted."""
     with serve(
-        *("--page-size", "2", "--chunked-prefill-size", "63", "--disable-overlap-schedule"),
+        *("--page-size", "1", "--chunked-prefill-size", "63", "--disable-overlap-schedule"),
         *("--max-total-tokens", "1000", "--schedule-conservativeness", "0.05"),
+        DEEPINFER_TEST_POISON_CACHES="1",
     ) as running:
         yield running
 
@@ -54,8 +55,8 @@ def test_batches(server: Any, reference: Any, prompts: list[list[int]], batch: i
 
 
 def test_smallest_chunks(fine: Any, reference: Any, prompts: list[list[int]]) -> None:
-    group = [prompt for prompt in prompts if len(prompt) <= 65]
-    check(reference, group, fine.tokens(group, NEW_TOKENS), "chunks of 2")
+    group = [prompt for prompt in prompts if len(prompt) <= 63]
+    check(reference, group, fine.tokens(group, NEW_TOKENS), "chunks of 1")
 
 
 def test_odd_chunks_without_overlap(tight: Any, reference: Any, prompts: list[list[int]]) -> None:
@@ -71,15 +72,17 @@ def test_retraction(tight: Any, reference: Any, prompts: list[list[int]]) -> Non
     check(reference, group, [answer["output_ids"] for answer in answers], "retraction")
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3, 4, 63, 64, 65, 66, 201, 202, 203, 204, 205, 206, 207, 208])
-def test_prefix_hits_at_every_boundary(fine: Any, reference: Any, prompts: list[list[int]], cut: int) -> None:
-    """A page of 2 makes every even boundary possible: both parities of the ratio-2 entries, in and out of a window."""
+@pytest.mark.parametrize("cut", [1, 2, 3, 4, 63, 64, 65, 201, 202, 203, 204, 207, 208])
+def test_prefix_hits_at_every_boundary(
+    tight: Any, reference: Any, prompts: list[list[int]], cut: int
+) -> None:
+    """A page of 1 makes every boundary possible: in the middle of a pair too, and in and out of a window."""
     first = prompts[-4][:208]
-    fine.generate([first], 1)
+    tight.generate([first], 1)
     prompt = [*first[:cut], *prompts[-3][:5]]
-    (answer,) = fine.generate([prompt], 6)
-    assert answer["meta_info"]["cached_tokens"] == cut // 2 * 2
-    check(reference, [prompt], [answer["output_ids"]], f"prefix hit at {cut // 2 * 2}")
+    (answer,) = tight.generate([prompt], 6)
+    assert answer["meta_info"]["cached_tokens"] == cut
+    check(reference, [prompt], [answer["output_ids"]], f"prefix hit at {cut}")
 
 
 def test_prefix_hit_on_generated_tokens(server: Any, reference: Any, prompts: list[list[int]]) -> None:
