@@ -55,13 +55,17 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(small: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """No option but the port."""
+    """No option but the port; in the batch-invariant mode."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"}
+    environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "OMP_NUM_THREADS": "1",
+        "DEEPINFER_BATCH_INVARIANT": "1",
+    }
     command = [Path(sys.executable).parent / "vllm", "serve", small.folder, "--host", "127.0.0.1"]
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -8,6 +8,7 @@ from typing import Any
 
 from deepinfer_plugins.core.patch import Patch, wrap
 from deepinfer_plugins.core.settings import SettingError, Settings
+from deepinfer_plugins.vllm_ext.v0_33 import defaults
 
 # vLLM's name -> ours. A package, since vLLM caches what it knows of a class by the hash of the files beside it.
 MODELS = {"DeepseekV41ForCausalLM": "deepinfer_plugins.vllm_ext.v0_33.deepseek_v41:DeepseekV41ForCausalLM"}
@@ -27,7 +28,14 @@ OFFLINE = Patch(
     parameters=("model", "revision"),
 )
 
-PATCHES: tuple[Patch, ...] = (LOCAL_FOLDER, OFFLINE)
+INVARIANT_OPERATORS = Patch(
+    target="vllm.model_executor.determinism.batch_invariant:enable_batch_invariant_mode",
+    why="it replaces torch's bmm, softmax and mean by kernels without float64; our operators are invariant anyway",
+    upstream="none",
+    remove_when="a model can say that it needs no replacements",
+)
+
+PATCHES: tuple[Patch, ...] = (LOCAL_FOLDER, OFFLINE, INVARIANT_OPERATORS)
 
 _FOLDER = "DEEPINFER_HF_MODEL_DIR"
 _RELEASE = "deepseek-v4.1-flash"
@@ -36,6 +44,7 @@ _RELEASE = "deepseek-v4.1-flash"
 def apply(settings: Settings) -> None:
     """Apply what the settings need. Applying again does nothing."""
     wrap(OFFLINE, _with_reason)
+    wrap(INVARIANT_OPERATORS, _for_other_models)
     if settings.hf_model_dir is not None:
         wrap(LOCAL_FOLDER, _with_folder)
 
@@ -56,6 +65,18 @@ def _with_reason(original: Callable[..., Any]) -> Callable[..., Any]:
             ) from error
 
     return get_model_path
+
+
+def _for_other_models(original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm.config import get_current_vllm_config_or_none
+
+    def enable_batch_invariant_mode() -> None:
+        # vLLM calls it while a worker starts, with that worker's configuration in force.
+        config = get_current_vllm_config_or_none()
+        if config is None or not defaults.runs_our_model(config):
+            original()
+
+    return enable_batch_invariant_mode
 
 
 def _with_folder(original: Callable[..., Any]) -> Callable[..., Any]:
