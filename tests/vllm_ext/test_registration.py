@@ -171,3 +171,47 @@ def test_offline_without_a_cached_checkpoint_says_what_is_missing(tmp_path: Path
     done = run(code, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
     assert done.returncode != 0
     assert "deepseek-ai/DeepSeek-V4.1-Flash-1017" in done.stderr and "HF_HUB_OFFLINE" in done.stderr
+
+
+def configuration(**parallel: int) -> Any:
+    """As much of vLLM's configuration as the defaults read and set."""
+    from types import SimpleNamespace
+
+    names = ("tensor", "pipeline", "data", "prefill_context", "decode_context")
+    sizes = {f"{name}_parallel_size": parallel.get(name, 1) for name in names}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**sizes),
+        speculative_config=None,
+        compilation_config=SimpleNamespace(),
+    )
+
+
+def test_what_is_not_there_yet_is_refused_by_its_flag() -> None:
+    from vllm.config import CUDAGraphMode
+
+    from deepinfer_plugins.vllm_ext.v0_33 import defaults
+
+    for name in ("tensor", "pipeline", "data", "prefill_context", "decode_context"):
+        with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}-parallel-size 2"):
+            defaults.apply(configuration(**{name: 2}))
+    drafting = configuration()
+    drafting.speculative_config = object()
+    with pytest.raises(ValueError, match="--speculative-config"):
+        defaults.apply(drafting)
+    fine = configuration()
+    defaults.apply(fine)
+    assert fine.compilation_config.cudagraph_mode is CUDAGraphMode.NONE
+
+
+NVIDIA = """
+import sys, types
+# vLLM's class loads a compiled extension that an installation for a CPU lacks.
+sys.modules.setdefault("vllm._C_stable_libtorch", types.ModuleType("stand-in"))
+from deepinfer_plugins.vllm_ext.v0_33.nvidia import DeepInferCudaPlatform
+print(DeepInferCudaPlatform().is_cuda())
+"""
+
+
+def test_the_nvidia_platform_is_cuda_to_vllm() -> None:
+    done = run(NVIDIA)
+    assert done.stdout.strip().endswith("True"), done.stderr
