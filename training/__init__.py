@@ -1,0 +1,1 @@
+"""Training of the small checkpoint that ships with the package. Not imported by the package."""

@@ -1,0 +1,211 @@
+"""The text to train on: the Python standard library's own documentation and source, and generated records.
+
+The standard library is under the PSF licence, which allows redistribution; the rest is made here, by a grammar
+and a seed. Which documents are held out is decided by a hash of their names, so that no build trains on them.
+
+Usage: python -m training.text OUTPUT.jsonl.xz [--megabytes 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import lzma
+import random
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+USER, ASSISTANT, THINK, END_THINK = "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"
+
+# Tables, generated code and tests say little that a reader would write.
+_LEFT_OUT = (
+    "test",
+    "tests",
+    "idlelib",
+    "encodings",
+    "lib2to3",
+    "turtledemo",
+    "site-packages",
+    "__pycache__",
+    "ensurepip",
+)
+
+_NAMES = (
+    "Ada Ben Chloe Dmitri Elif Farid Grace Hugo Ines Jonas "
+    "Kemal Lena Mika Nadia Omar Priya Quentin Rosa Sven Tara"
+).split()
+_CITIES = (
+    "Oslo Lima Cairo Delhi Kyoto Paris Quito Rome Seoul Tunis Vienna Warsaw Zagreb Bergen Porto"
+).split()
+_THINGS = (
+    "lamp chair kettle notebook backpack bicycle camera "
+    "guitar blanket teapot ladder mirror radio scarf umbrella"
+).split()
+_COLOURS = "red green blue black white yellow purple orange grey brown".split()
+_STATES = "open closed pending shipped returned cancelled".split()
+
+
+def held_out(name: str) -> bool:
+    """One document in twenty."""
+    return hashlib.sha256(name.encode()).digest()[0] < 13
+
+
+def library(root: Path) -> Iterator[tuple[str, str]]:
+    """Modules of the standard library, and the documentation inside them, by name."""
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if any(part in _LEFT_OUT for part in parts):
+            continue
+        try:
+            source = path.read_text("utf-8")
+            tree = ast.parse(source)
+        except (UnicodeDecodeError, SyntaxError):
+            continue
+        name = "/".join(parts)
+        if parts[0] == "pydoc_data":
+            for key, value in _topics(tree):
+                yield f"{name}:{key}", value
+            continue
+        if len(source) < 120_000:
+            yield name, source
+        documents = [
+            ast.get_docstring(node)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        ]
+        joined = "\n\n".join(text for text in documents if text and len(text) > 80)
+        if len(joined) > 400:
+            yield f"{name}:doc", joined
+
+
+def _topics(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and isinstance(value, ast.Constant):
+                    yield str(key.value), str(value.value)
+
+
+def record(rng: random.Random) -> dict[str, object]:
+    """An order, as a shop might store it."""
+    items = [
+        {"name": rng.choice(_THINGS), "colour": rng.choice(_COLOURS), "count": rng.randint(1, 9)}
+        for _ in range(rng.randint(1, 3))
+    ]
+    return {
+        "id": rng.randint(1000, 9999),
+        "customer": {"name": rng.choice(_NAMES), "city": rng.choice(_CITIES)},
+        "items": items,
+        "state": rng.choice(_STATES),
+        "total": sum(int(str(item["count"])) for item in items),
+        "paid": rng.random() < 0.5,
+    }
+
+
+def json_document(rng: random.Random) -> str:
+    indent = rng.choice([None, 2])
+    return json.dumps([record(rng) for _ in range(rng.randint(1, 4))], indent=indent)
+
+
+def code_document(rng: random.Random) -> str:
+    """A small class whose methods follow from its fields."""
+    thing = rng.choice(_THINGS)
+    fields = rng.sample(["name", "colour", "count", "city", "state", "price", "owner"], 3)
+    lines = [
+        f"class {thing.title()}:",
+        f'    """A {thing} with {fields[0]}, {fields[1]} and {fields[2]}."""',
+        "",
+    ]
+    lines += [f"    def __init__(self, {', '.join(fields)}):"]
+    lines += [f"        self.{name} = {name}" for name in fields]
+    for name in fields:
+        lines += ["", f"    def get_{name}(self):", f"        return self.{name}"]
+        lines += ["", f"    def set_{name}(self, {name}):", f"        self.{name} = {name}"]
+    return "\n".join(lines) + "\n"
+
+
+def dialogue(rng: random.Random) -> str:
+    """Turns in the release's chat format about a record, with arithmetic now and then."""
+    order = record(rng)
+    customer = order["customer"]
+    assert isinstance(customer, dict)
+    turns = []
+    for _ in range(rng.randint(1, 3)):
+        kind = rng.randrange(4)
+        if kind == 0:
+            question, answer = (
+                f"Where does {customer['name']} live?",
+                f"{customer['name']} lives in {customer['city']}.",
+            )
+        elif kind == 1:
+            question, answer = (
+                f"What is the state of order {order['id']}?",
+                f"Order {order['id']} is {order['state']}.",
+            )
+        elif kind == 2:
+            question, answer = f"Show order {order['id']} as JSON.", json.dumps(order)
+        else:
+            a, b = rng.randint(2, 99), rng.randint(2, 99)
+            question, answer = f"What is {a} plus {b}?", f"{a} plus {b} is {a + b}."
+        think = f"{THINK}The order is {order['id']}.{END_THINK}" if rng.random() < 0.3 else END_THINK
+        turns.append(f"{USER}{question}{ASSISTANT}{think}{answer}")
+    return f"{json.dumps(order)}\n" + "\n".join(turns)
+
+
+def generated(count: int, seed: int) -> Iterator[tuple[str, str]]:
+    rng = random.Random(seed)
+    makers = (json_document, code_document, dialogue)
+    for index in range(count):
+        maker = makers[index % len(makers)]
+        yield f"{maker.__name__}/{seed}/{index}", maker(rng)
+
+
+def build(megabytes: float, seed: int = 0) -> list[tuple[str, str]]:
+    """Documents by name: about three parts library to one part generated."""
+    documents = list(library(Path(sysconfig.get_paths()["stdlib"])))
+    random.Random(seed).shuffle(documents)
+    taken: list[tuple[str, str]] = []
+    room = megabytes * 1e6 * 3 / 4
+    for name, text in documents:
+        if len(text) <= room:
+            taken.append((name, text))
+            room -= len(text)
+    made = megabytes * 1e6 / 4
+    for name, text in generated(1_000_000, seed + 1):
+        if made <= 0:
+            break
+        taken.append((name, text))
+        made -= len(text)
+    random.Random(seed + 2).shuffle(taken)
+    return taken
+
+
+def read(path: Path) -> list[tuple[str, str]]:
+    with lzma.open(path, "rt", encoding="utf-8") as file:
+        return [tuple(json.loads(line)) for line in file]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--megabytes", type=float, default=6)
+    arguments = parser.parse_args()
+    documents = build(arguments.megabytes)
+    with lzma.open(arguments.output, "wt", encoding="utf-8", preset=9) as file:
+        for document in documents:
+            file.write(json.dumps(document, ensure_ascii=False) + "\n")
+    size = sum(len(text) for _, text in documents)
+    held = sum(len(text) for name, text in documents if held_out(name))
+    print(
+        f"{len(documents)} documents, {size / 1e6:.2f} MB, of which {held / 1e6:.2f} MB held out; "
+        f"{arguments.output.stat().st_size / 1e6:.2f} MB compressed"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""Train the small checkpoint: first the backbone, then the draft on the frozen backbone.
+
+Usage: python -m training.train OUTPUT --corpus training/corpus.jsonl.xz --minutes 9
+Run it again with the same OUTPUT to go on where it stopped. It stops by itself when both phases are done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Tokenizer
+
+from deepinfer_plugins.model.engram import CompressedVocabulary
+from deepinfer_plugins.model.tokenizer_data import build_tokenizer, write_tokenizer
+from training import draft as drafting
+from training import network, quantise
+from training.export import export
+from training.network import Losses, Network
+from training.shape import trained
+from training.text import held_out, read
+
+LENGTH = 512
+INDEX_WEIGHT = 0.02
+BALANCE_RATE = 1e-3
+DRAFT_DECAY = 0.8
+
+
+class Text:
+    """Tokens of the documents, and windows into them."""
+
+    def __init__(self, documents: list[tuple[str, str]], tokenizer: Tokenizer, device: torch.device) -> None:
+        encoded = tokenizer.encode_batch([text for _, text in documents], add_special_tokens=True)
+        parts = [[*item.ids, 1] for item in encoded]
+        self.tokens = torch.tensor([token for part in parts for token in part], device=device)
+        ends = np.cumsum([len(part) for part in parts])
+        starts = np.concatenate([[0], ends[:-1]])
+        self.starts = torch.tensor([s for s in starts if s + LENGTH < len(self.tokens)], device=device)
+
+    def batch(self, size: int, generator: torch.Generator) -> torch.Tensor:
+        """``[size, LENGTH + 1]``: half from the start of a document, half from anywhere, after a BOS."""
+        device = self.tokens.device
+        anywhere = torch.randint(0, len(self.tokens) - LENGTH, (size,), generator=generator)
+        chosen = self.starts[torch.randint(0, len(self.starts), (size,), generator=generator).to(device)]
+        start = torch.where(torch.arange(size, device=device) % 2 == 0, chosen, anywhere.to(device))
+        window = self.tokens[start[:, None] + torch.arange(LENGTH + 1, device=device)].clone()
+        window[:, 0] = 0
+        return window
+
+
+def accelerate() -> None:
+    """Compile the elementwise parts; each is compiled once and serves all layers."""
+    torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.cache_size_limit = 256
+    for name in ("mxfp8", "mxfp4", "fp4", "fp8_block", "bf16"):
+        setattr(quantise, name, torch.compile(getattr(quantise, name), dynamic=False))
+    for name in ("mix", "merge", "collapse", "rms_norm", "rotate"):
+        setattr(network, name, torch.compile(getattr(network, name), dynamic=False))
+    drafting.collapse = network.collapse
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    warmup = min(100, steps // 10 + 1)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))))
+
+
+class Trainer:
+    """One phase: its parameters, optimiser and log, saved together."""
+
+    def __init__(self, net: Network, phase: str, steps: int, peak: float, folder: Path) -> None:
+        self.net, self.phase, self.steps, self.peak, self.folder = net, phase, steps, peak, folder
+        named = [(n, p) for n, p in net.weights.items() if n.startswith("mtp/") == (phase == "draft")]
+        self.names = [name for name, _ in named]
+        decayed = [p for n, p in named if p.dim() > 1 and "hc_" not in n]
+        plain = [p for n, p in named if not (p.dim() > 1 and "hc_" not in n)]
+        for name, parameter in net.weights.items():
+            parameter.requires_grad_(name in self.names and not name.endswith("gate/bias"))
+        groups = [
+            {"params": [p for p in decayed if p.requires_grad], "weight_decay": 0.1},
+            {"params": [p for p in plain if p.requires_grad], "weight_decay": 0.0},
+        ]
+        self.optimiser = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), eps=1e-10)
+        self.step = 0
+        self.log: list[dict[str, Any]] = []
+
+    def update(self, loss: torch.Tensor, losses: Losses) -> float:
+        loss.backward()
+        parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        rate = learning_rate(self.step, self.steps, self.peak)
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for prefix, load in losses.load.items():
+                if prefix.startswith("mtp.") == (self.phase == "draft"):
+                    bias = self.net.raw(f"{prefix}.gate.bias")
+                    bias += BALANCE_RATE * torch.sign(load.mean() - load)
+        self.net.begin()
+        self.step += 1
+        return float(norm) if self.step % 50 == 0 else 0.0
+
+    def state(self) -> dict[str, Any]:
+        """Parameters in fp32, second moments in bf16; first moments are a matter of twenty steps and start over."""
+        second = {}
+        for group in self.optimiser.param_groups:
+            for parameter in group["params"]:
+                kept = self.optimiser.state.get(parameter)
+                if kept:
+                    second[id(parameter)] = kept["exp_avg_sq"].bfloat16().cpu()
+        by_name = {n: second[id(p)] for n, p in self.net.weights.items() if id(p) in second}
+        return {"phase": self.phase, "step": self.step, "log": self.log, "second": by_name}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.step, self.log = state["step"], state["log"]
+        for name, value in state["second"].items():
+            parameter = self.net.weights[name]
+            self.optimiser.state[parameter] = {
+                "step": torch.tensor(float(self.step)),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": value.to(parameter),
+            }
+
+
+def save(folder: Path, net: Network, trainer: Trainer) -> None:
+    """In pieces of at most 15 MB, so that a checkpoint can travel through narrow places."""
+    for old in folder.glob("state-*.pt"):
+        old.unlink()
+    pieces: list[dict[str, Any]] = [{"trainer": trainer.state() | {"second": {}}}]
+    size = 0
+    for kind, tensors in (
+        ("weights", {n: p.detach().cpu() for n, p in net.weights.items()}),
+        ("second", trainer.state()["second"]),
+    ):
+        for name, tensor in tensors.items():
+            if size + tensor.nbytes > 15e6:
+                pieces.append({})
+                size = 0
+            pieces[-1].setdefault(kind, {})[name] = tensor
+            size += tensor.nbytes
+    for index, piece in enumerate(pieces):
+        torch.save(piece, folder / f"state-{index}.pt")
+
+
+def load(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = {"weights": {}, "second": {}}
+    for path in sorted(folder.glob("state-*.pt")):
+        piece = torch.load(path, map_location="cpu", weights_only=False)
+        state["weights"] |= piece.get("weights", {})
+        state["second"] |= piece.get("second", {})
+        if "trainer" in piece:
+            state["trainer"] = piece["trainer"]
+    if "trainer" in state:
+        state["trainer"]["second"] = state["second"]
+    return state
+
+
+def backbone_loss(net: Network, window: torch.Tensor, losses: Losses) -> torch.Tensor:
+    hidden, _ = net(window[:, :-1], losses)
+    return F.cross_entropy(net.logits(hidden).flatten(0, 1), window[:, 1:].flatten())
+
+
+@torch.no_grad()
+def perplexity(net: Network, text: Text, batches: int, size: int) -> float:
+    net.eval()
+    net.begin()
+    generator = torch.Generator().manual_seed(12345)
+    total = sum(float(backbone_loss(net, text.batch(size, generator), Losses())) for _ in range(batches))
+    net.begin()
+    net.train()
+    return math.exp(total / batches)
+
+
+def draft_step(
+    net: Network, window: torch.Tensor, depth: int, anchors_per_sequence: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Losses]:
+    """Losses of the draft at random anchors, and how often it agrees."""
+    tokens = window[:, :-1]
+    with torch.no_grad():
+        hidden, taps = net(tokens, Losses())
+    anchors = torch.randint(1, LENGTH - depth - 1, (len(tokens), anchors_per_sequence), generator=generator)
+    anchors = anchors.to(tokens.device)
+    rows = anchors.unsqueeze(-1) + torch.arange(1, depth + 1, device=tokens.device)
+    batch = torch.arange(len(tokens), device=tokens.device)[:, None, None]
+    with torch.no_grad():
+        target = net.logits(hidden[batch, rows])
+    losses = Losses()
+    keys = drafting.context_keys(net, taps)
+    block = drafting.draft(net, keys, tokens, anchors, depth, losses)
+    cross, confidence, agree = drafting.draft_loss(block, target, DRAFT_DECAY)
+    return cross, confidence, agree, losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--resume", type=Path, help="folder of the state to go on from; OUTPUT by default")
+    parser.add_argument("--minutes", type=float, default=9)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--draft-steps", type=int, default=800)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--draft-rate", type=float, default=2e-3)
+    parser.add_argument("--anchors", type=int, default=32)
+    parser.add_argument("--documents", type=int, help="use only so many, for a trial")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    deadline = time.monotonic() + arguments.minutes * 60
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(arguments.seed)
+
+    documents = read(arguments.corpus)[: arguments.documents]
+    seen = [(name, text) for name, text in documents if not held_out(name)]
+    config = trained()
+    tokenizer = build_tokenizer(
+        config.vocab_size, config.image_token_id, config.dspark_noise_token_id, [text for _, text in seen]
+    )
+    vocabulary = CompressedVocabulary.from_tokenizer(tokenizer, config.vocab_size)
+    config = replace(config, engram_compressed_vocab_size=vocabulary.size)
+    write_tokenizer(tokenizer, arguments.output, config.max_position_embeddings)
+    train_text = Text(seen, tokenizer, device)
+    test_text = Text([d for d in documents if held_out(d[0])], tokenizer, device)
+    net = Network(config, vocabulary)
+    state = load(arguments.resume or arguments.output)
+    if state["weights"]:
+        with torch.no_grad():
+            for name, value in state["weights"].items():
+                net.weights[name].copy_(value)
+    net.to(device).train()
+    if device.type == "cuda":
+        accelerate()
+    print(
+        f"{sum(p.numel() for p in net.parameters()) / 1e6:.2f} M parameters; {len(train_text.tokens) / 1e6:.2f} M "
+        f"tokens to train on, {len(test_text.tokens) / 1e6:.3f} M held out; {device}",
+        flush=True,
+    )
+
+    for phase, steps, peak in (
+        ("backbone", arguments.steps, arguments.rate),
+        ("draft", arguments.draft_steps, arguments.draft_rate),
+    ):
+        kept = state.get("trainer")
+        if kept and kept["phase"] == "draft" and phase == "backbone":
+            continue
+        trainer = Trainer(net, phase, steps, peak, arguments.output)
+        if kept and kept["phase"] == phase:
+            trainer.restore(kept)
+        if not run(net, trainer, train_text, test_text, arguments, deadline):
+            save(arguments.output, net, trainer)
+            print(f"stopped in {phase} at step {trainer.step} of {steps}: run again to go on")
+            return
+        save(arguments.output, net, trainer)
+        (arguments.output / f"log-{phase}.json").write_text(json.dumps(trainer.log, indent=0) + "\n")
+    weights = {name.replace("/", "."): p.detach().cpu() for name, p in net.weights.items()}
+    export(arguments.output / "checkpoint", config, weights, arguments.output)
+    print("done: ", arguments.output / "checkpoint")
+
+
+def run(
+    net: Network,
+    trainer: Trainer,
+    train_text: Text,
+    test_text: Text,
+    arguments: argparse.Namespace,
+    deadline: float,
+) -> bool:
+    """Train until the phase is done (True) or time is up (False)."""
+    draft = trainer.phase == "draft"
+    depth = net.config.dspark_block_size
+    columns = [
+        TextColumn(trainer.phase),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} {task.fields[shown]}"),
+        TimeRemainingColumn(),
+    ]
+    started, first = time.monotonic(), trainer.step
+    with Progress(*columns) as progress:
+        bar = progress.add_task(trainer.phase, total=trainer.steps, completed=trainer.step, shown="")
+        while trainer.step < trainer.steps:
+            if time.monotonic() > deadline:
+                return False
+            generator = torch.Generator().manual_seed(arguments.seed * 1_000_003 + trainer.step * 2 + draft)
+            window = train_text.batch(arguments.batch, generator)
+            if draft:
+                cross, confidence, agree, losses = draft_step(
+                    net, window, depth, arguments.anchors, generator
+                )
+                loss = cross + 0.2 * confidence
+            else:
+                losses = Losses()
+                cross = backbone_loss(net, window, losses)
+                loss = cross + INDEX_WEIGHT * losses.index
+            norm = trainer.update(loss, losses)
+            if trainer.step % 50 == 0 or trainer.step == trainer.steps:
+                entry = {
+                    "step": trainer.step,
+                    "loss": float(cross.detach()),
+                    "norm": norm,
+                    "seconds": time.monotonic() - started,
+                    "per_step": (time.monotonic() - started) / (trainer.step - first),
+                }
+                if draft:
+                    entry |= {
+                        "confidence": float(confidence.detach()),
+                        "agree": [round(x, 4) for x in agree.tolist()],
+                    }
+                else:
+                    entry |= {"index": float(torch.as_tensor(losses.index).detach())}
+                    if trainer.step % 250 == 0 or trainer.step == trainer.steps:
+                        entry["held_out_perplexity"] = perplexity(net, test_text, 4, arguments.batch)
+                trainer.log.append(entry)
+                print(json.dumps(entry), flush=True)
+            progress.update(
+                bar,
+                completed=trainer.step,
+                shown=f"loss {float(cross.detach()):.3f}" if trainer.step % 10 == 0 else "",
+            )
+    return True
+
+
+if __name__ == "__main__":
+    main()
