@@ -79,14 +79,14 @@ class Server:
         return json.loads(text) if text.startswith((b"{", b"[")) else text.decode()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], new_tokens: int, **more: Any
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, ignore_eos: bool = True, **more: Any
     ) -> list[dict[str, Any]]:
         """Greedy generation of all prompts at once; the answers of ``/generate``, in order."""
         return self.post(
             "/generate",
             {
                 "input_ids": [list(prompt) for prompt in prompts],
-                "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+                "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": ignore_eos},
                 **more,
             },
         )
