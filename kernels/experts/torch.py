@@ -20,17 +20,19 @@ def experts(
     limit: float,
 ) -> torch.Tensor:
     """As the reference; an expert's products are by blocks of rows, so who shares it with a row has no influence."""
-    out = torch.zeros(*ids.shape, values.shape[1], dtype=torch.bfloat16, device=values.device)
-    local = ids - first_expert
-    for expert in local.unique().tolist():
-        if not 0 <= expert < w13.shape[0]:
-            continue
-        rows, places = (local == expert).nonzero(as_tuple=True)
-        x = decode_mxfp8(values[rows], scales[rows])
-        gate_up = _mxfp4_linear(x, w13[expert], w13_scales[expert])
-        hidden = decode_mxfp8(*swiglu_and_cast(gate_up, weights[rows, places], limit))
-        out[rows, places] = _mxfp4_linear(hidden, w2[expert], w2_scales[expert])
-    return out
+    n, topk = ids.shape
+    num_experts, width = w13.shape[:2]
+    local = ids.flatten() - first_expert
+    rows = {e: (local == e).nonzero().squeeze(1) for e in local.unique().tolist() if 0 <= e < num_experts}
+    x = decode_mxfp8(values, scales)
+    gate_up = torch.zeros(n * topk, width, dtype=torch.bfloat16, device=values.device)
+    for expert, chosen in rows.items():
+        gate_up[chosen] = _mxfp4_linear(x[chosen // topk], w13[expert], w13_scales[expert])
+    hidden = decode_mxfp8(*swiglu_and_cast(gate_up, weights.flatten(), limit))
+    out = torch.zeros(n * topk, x.shape[1], dtype=torch.bfloat16, device=values.device)
+    for expert, chosen in rows.items():
+        out[chosen] = _mxfp4_linear(hidden[chosen], w2[expert], w2_scales[expert])
+    return out.view(n, topk, x.shape[1])
 
 
 def _mxfp4_linear(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
