@@ -91,10 +91,8 @@ def test_defaults(resolved: dict[str, Any], checkpoint: Path) -> None:
 
 def test_what_the_user_asks_for_stays(resolved: dict[str, Any]) -> None:
     asked = resolved["asked"]
-    assert (asked["page_size"], asked["max_running_requests"], asked["disable_overlap_schedule"]) == (
-        2,
-        3,
-        True,
+    assert (
+        asked["page_size"] == 1 and asked["max_running_requests"] == 3 and asked["disable_overlap_schedule"]
     )
 
 
