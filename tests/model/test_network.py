@@ -77,13 +77,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny: Case) -> list[Request]:
-    """Every prompt by itself, prefilled in one step, then decoded: what all other schedules must reproduce."""
-    requests = []
-    for prompt in tiny.prompts:
-        engine = PagedEngine(tiny.model, PAGES)
-        requests.append(engine.add(prompt))
-        engine.generate(requests[-1:], NEW_TOKENS, chunk=MAX_POSITIONS)
+def expected(tiny: Case) -> list[Request]:
+    """All prompts as one batch. The oracle is asked about these; every other schedule must reproduce them."""
+    engine = PagedEngine(tiny.model, PAGES, num_pages=512)
+    requests = [engine.add(prompt) for prompt in tiny.prompts]
+    engine.generate(requests, NEW_TOKENS, chunk=128)
     return requests
 
 
@@ -109,8 +107,8 @@ def assert_one_ulp(got: torch.Tensor, want: torch.Tensor, label: str) -> None:
 
 
 @pytest.mark.parametrize("index", range(len(LENGTHS)), ids=[str(length) for length in LENGTHS])
-def test_generates_what_the_oracle_generates(tiny: Case, alone: list[Request], index: int) -> None:
-    request, length = alone[index], LENGTHS[index]
+def test_generates_what_the_oracle_generates(tiny: Case, expected: list[Request], index: int) -> None:
+    request, length = expected[index], LENGTHS[index]
     want = tiny.oracle.logits(request.tokens[:-1])
     assert request.tokens[length:] == want[length - 1 :].argmax(-1).tolist()
     assert_one_ulp(tiny.model.logits(states(request)), want, f"prompt of {length}")
@@ -154,17 +152,22 @@ def test_image_rows(tiny: Case, chunk: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "chunk", "page_sizes"),
+    ("batch", "chunk", "page_sizes", "new_tokens"),
     [
-        (2, 63, PAGES),
-        (7, 128, ODD_PAGES),
-        (16, 63, dict.fromkeys(PAGES, 64)),
-        (16, 128, dict.fromkeys(PAGES, 1)),
+        (2, 63, PAGES, 6),
+        (7, 128, ODD_PAGES, NEW_TOKENS),
+        (16, 63, dict.fromkeys(PAGES, 64), 20),
+        (16, 128, dict.fromkeys(PAGES, 1), 20),
     ],
     ids=["2 x 63", "7 x 128", "16 x 63", "16 x 128"],
 )
 def test_batches_and_chunks(
-    tiny: Case, alone: list[Request], batch: int, chunk: int, page_sizes: dict[str, int]
+    tiny: Case,
+    expected: list[Request],
+    batch: int,
+    chunk: int,
+    page_sizes: dict[str, int],
+    new_tokens: int,
 ) -> None:
     order = list(range(len(LENGTHS)))
     random.Random(batch).shuffle(order)
@@ -172,22 +175,31 @@ def test_batches_and_chunks(
         engine = PagedEngine(tiny.model, page_sizes, num_pages=8192 // min(page_sizes.values()), seed=start)
         chosen = order[start : start + batch]
         requests = [engine.add(tiny.prompts[index]) for index in chosen]
-        engine.generate(requests, NEW_TOKENS, chunk)
+        engine.generate(requests, new_tokens, chunk)
         for index, request in zip(chosen, requests):
-            assert_same_request(request, alone[index], f"prompt of {LENGTHS[index]}")
+            assert_same_request(request, expected[index], f"prompt of {LENGTHS[index]}")
 
 
-def test_chunks_of_one_token(tiny: Case, alone: list[Request]) -> None:
+@pytest.mark.parametrize("index", range(len(LENGTHS)), ids=[str(length) for length in LENGTHS])
+def test_alone(tiny: Case, expected: list[Request], index: int) -> None:
+    """The whole prompt in one step, then one row at a time."""
+    engine = PagedEngine(tiny.model, PAGES)
+    request = engine.add(tiny.prompts[index])
+    engine.generate([request], NEW_TOKENS if LENGTHS[index] in (1, 65, 700) else 3, chunk=MAX_POSITIONS)
+    assert_same_request(request, expected[index], f"prompt of {LENGTHS[index]}")
+
+
+def test_chunks_of_one_token(tiny: Case, expected: list[Request]) -> None:
     engine = PagedEngine(tiny.model, ODD_PAGES)
     chosen = [index for index, length in enumerate(LENGTHS) if length <= 33]
     requests = [engine.add(tiny.prompts[index]) for index in chosen]
     engine.generate(requests, 3, chunk=1)
     for index, request in zip(chosen, requests):
-        assert_same_request(request, alone[index], f"prompt of {LENGTHS[index]}")
+        assert_same_request(request, expected[index], f"prompt of {LENGTHS[index]}")
 
 
 @pytest.mark.parametrize("page_sizes", [PAGES, ODD_PAGES], ids=["even pages", "odd pages"])
-def test_prefix_reuse(tiny: Case, alone: list[Request], page_sizes: dict[str, int]) -> None:
+def test_prefix_reuse(tiny: Case, expected: list[Request], page_sizes: dict[str, int]) -> None:
     """Keys of another request's first tokens serve as one's own, wherever the two part."""
     index = LENGTHS.index(129)
     prompt = tiny.prompts[index]
@@ -211,10 +223,10 @@ def test_prefix_reuse(tiny: Case, alone: list[Request], page_sizes: dict[str, in
         engine.preempt(donor)
     engine.generate(requests, 3, chunk=50)
     for request in requests:
-        assert_same_request(request, alone[index], f"reused {min(request.hidden)} tokens")
+        assert_same_request(request, expected[index], f"reused {min(request.hidden)} tokens")
 
 
-def test_preemption(tiny: Case, alone: list[Request]) -> None:
+def test_preemption(tiny: Case, expected: list[Request]) -> None:
     """A request that lost its pages recomputes the same rows, generated tokens as part of its prompt."""
     chosen = [LENGTHS.index(length) for length in (1, 2, 17, 64, 129)]
     engine = PagedEngine(tiny.model, ODD_PAGES)
@@ -225,20 +237,20 @@ def test_preemption(tiny: Case, alone: list[Request]) -> None:
             engine.preempt(request)
     engine.generate(requests, 2, chunk=63)
     for index, request in zip(chosen, requests):
-        assert_same_request(request, alone[index], f"prompt of {LENGTHS[index]}")
+        assert_same_request(request, expected[index], f"prompt of {LENGTHS[index]}")
 
 
 @pytest.mark.parametrize("drafts", [1, 4])
-def test_rejected_drafts_leave_no_trace(tiny: Case, alone: list[Request], drafts: int) -> None:
+def test_rejected_drafts_leave_no_trace(tiny: Case, expected: list[Request], drafts: int) -> None:
     chosen = [LENGTHS.index(length) for length in (1, 16, 33, 128)]
     engine = PagedEngine(tiny.model, PAGES)
     requests = [engine.add(tiny.prompts[index]) for index in chosen]
     engine.generate(requests, 12, chunk=63, drafts=drafts)
     for index, request in zip(chosen, requests):
-        assert_same_request(request, alone[index], f"prompt of {LENGTHS[index]}")
+        assert_same_request(request, expected[index], f"prompt of {LENGTHS[index]}")
 
 
-def test_pages_past_two_gigabytes(tiny: Case, alone: list[Request]) -> None:
+def test_pages_past_two_gigabytes(tiny: Case, expected: list[Request]) -> None:
     """Offsets do not fit in 32 bits."""
     index = LENGTHS.index(100)
     stride = 2**31 // 32
@@ -247,7 +259,7 @@ def test_pages_past_two_gigabytes(tiny: Case, alone: list[Request]) -> None:
     engine.generate([request], 3, chunk=63)
     highest = max(page for page in request.pages["window/1"] if page is not None)
     assert highest * stride > 2**31
-    assert_same_request(request, alone[index], "far pages")
+    assert_same_request(request, expected[index], "far pages")
 
 
 def test_a_step_of_no_rows(tiny: Case) -> None:
@@ -379,7 +391,7 @@ def test_rows_spread_over_ranks(tiny: Case, keep: int | None) -> None:
         assert_same_bits(got, want, f"rank {rank}")
 
 
-def test_weights_spread_over_ranks(tiny: Case, alone: list[Request]) -> None:
+def test_weights_spread_over_ranks(tiny: Case, expected: list[Request]) -> None:
     """Each rank holds half of the experts and of the Engram rows."""
     group = Group(2)
     index = LENGTHS.index(33)
@@ -397,7 +409,7 @@ def test_weights_spread_over_ranks(tiny: Case, alone: list[Request]) -> None:
         return states(request)
 
     for rank, got in enumerate(group.run(run)):
-        assert_same_bits(got, states(alone[index])[: len(got)], f"rank {rank}")
+        assert_same_bits(got, states(expected[index])[: len(got)], f"rank {rank}")
 
 
 def test_weights_on_other_ranks_need_a_way_to_them(tiny: Case) -> None:
