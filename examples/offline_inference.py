@@ -159,18 +159,21 @@ ENGINES = {EngineName.vllm: VLLM, EngineName.sglang: SGLang}
 
 def small_checkpoint() -> Path:
     """The small checkpoint in the user's cache, made if it is not there."""
-    from deepinfer_plugins.model.make_checkpoint import make_checkpoint
+    from deepinfer_plugins.model import make_checkpoint as maker
+    from deepinfer_plugins.model import tokenizer_data
     from deepinfer_plugins.model.presets import preset
 
-    shape = json.dumps(preset("small").to_dict(), sort_keys=True)
+    # What it holds follows from the shape and from the code that makes it.
+    makers = [Path(str(module.__file__)).read_bytes() for module in (maker, tokenizer_data)]
+    recipe = b"\n".join([json.dumps(preset("small").to_dict(), sort_keys=True).encode(), *makers])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepinfer-plugins"
-    folder = cache / f"small-{hashlib.sha256(shape.encode()).hexdigest()[:12]}"
+    folder = cache / f"small-{hashlib.sha256(recipe).hexdigest()[:12]}"
     if folder.exists():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
     # Made aside and moved, so that a run that was stopped leaves no half of one.
     with tempfile.TemporaryDirectory(dir=cache) as aside:
-        make_checkpoint(Path(aside) / "small", "small", seed=0)
+        maker.make_checkpoint(Path(aside) / "small", "small", seed=0)
         try:
             (Path(aside) / "small").rename(folder)
         except OSError:
