@@ -89,13 +89,14 @@ def diagnose(engine: str | None = None) -> Diagnosis:
     if answer is None:
         found.problems.append(failure)
         return found
+    if "exit" in answer:
+        found.problems.append(f"{_NAMES[engine]} would exit: {answer['exit']}")
+        return _with_survey(found)
     _read(found, answer)
     return found
 
 
 def _without_engine(found: Diagnosis, engine: str | None, present: list[str]) -> Diagnosis:
-    from deepinfer_plugins.platforms.survey import survey
-
     if engine is None:
         found.problems.append(
             f"no engine is installed in this environment ({sys.prefix}): there is neither vLLM nor SGLang; "
@@ -108,6 +109,13 @@ def _without_engine(found: Diagnosis, engine: str | None, present: list[str]) ->
             f"pip install 'deepinfer-plugins[{engine}]'"
         )
         found.engine = engine
+    return _with_survey(found)
+
+
+def _with_survey(found: Diagnosis) -> Diagnosis:
+    """Add what can be said without an engine."""
+    from deepinfer_plugins.platforms.survey import survey
+
     _add_survey(found, survey())
     return found
 
