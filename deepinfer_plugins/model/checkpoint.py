@@ -399,7 +399,7 @@ class _Inspection:
             weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
             if not all(isinstance(shard, str) for shard in weight_map.values()):
                 raise TypeError("a file name in weight_map is not a string")
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             self._problems.append(
                 f"{INDEX_NAME}: no weight_map from names to files in it ({error!r}); copy it again"
             )
@@ -512,7 +512,7 @@ def _read_header(folder: Path, shard: str) -> dict[str, _Entry]:
         raise _BadShard(f"missing, though {INDEX_NAME} names it") from None
     except OSError as error:
         raise _BadShard(f"cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _BadShard(f"its safetensors header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise _BadShard("its safetensors header is not a JSON object")

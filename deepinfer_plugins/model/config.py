@@ -21,6 +21,12 @@ ARCHITECTURE = "DeepseekV41ForCausalLM"
 _GROUP = 32
 _MAX_CANDIDATE_BLOCKS = 4096
 _MAX_INDEX_HEADS = 32
+# Far above any release. Checking makes a list of each expert's tensors and of each hash table's size: a number that
+# only a broken file has must not take minutes to be refused.
+_MAX_EXPERTS = 4096
+_MAX_ENGRAM_HEADS = 64
+_MAX_NGRAM = 8
+_MAX_SINKHORN = 1000
 
 
 class ConfigError(ValueError):
@@ -135,7 +141,7 @@ class ModelConfig:
             raise ConfigError([f"{path}: no such file; supported: a folder in the release format"], str(path))
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 [f"{path}: not JSON ({error}); supported: the release's own config.json"], str(path)
             ) from error
@@ -371,16 +377,16 @@ def _read(values: Mapping[str, Any], where: str) -> ModelConfig:
         ),
         candidate_block_size=text.integer("candidate_block_size", 8, 16, multiple=8, default=candidate(8)),
         hc_mult=text.integer("hc_mult", 4, 4),
-        hc_sinkhorn_iters=text.integer("hc_sinkhorn_iters"),
+        hc_sinkhorn_iters=text.integer("hc_sinkhorn_iters", 1, _MAX_SINKHORN),
         hc_eps=text.number("hc_eps"),
-        n_routed_experts=text.integer("n_routed_experts"),
+        n_routed_experts=text.integer("n_routed_experts", 1, _MAX_EXPERTS),
         num_experts_per_tok=text.integer("num_experts_per_tok"),
         moe_intermediate_size=text.integer("moe_intermediate_size", multiple=_GROUP),
         routed_scaling_factor=text.number("routed_scaling_factor"),
         engram_layer_ids=engram_layers,
-        engram_max_ngram_size=text.integer("engram_max_ngram_size", minimum=2, default=engram(2)),
+        engram_max_ngram_size=text.integer("engram_max_ngram_size", 2, _MAX_NGRAM, default=engram(2)),
         engram_vocab_size=text.integer("engram_vocab_size", minimum=2, default=engram(2)),
-        engram_n_heads=text.integer("engram_n_heads", default=engram(1)),
+        engram_n_heads=text.integer("engram_n_heads", 1, _MAX_ENGRAM_HEADS, default=engram(1)),
         engram_head_dim=text.integer("engram_head_dim", multiple=_GROUP, default=engram(_GROUP)),
         engram_pad_token_id=text.integer("engram_pad_token_id", 0, last_token, default=engram(0)),
         engram_compressed_vocab_size=text.integer("engram_compressed_vocab_size", default=engram(1)),
@@ -389,7 +395,7 @@ def _read(values: Mapping[str, Any], where: str) -> ModelConfig:
         dspark_noise_token_id=text.integer("dspark_noise_token_id", 0, last_token, default=draft(0)),
         dspark_target_layer_ids=text.layers("dspark_target_layer_ids", default=draft(())),
         dspark_markov_rank=text.integer("dspark_markov_rank", default=draft(1)),
-        dspark_n_routed_experts=text.integer("dspark_n_routed_experts", default=draft(1)),
+        dspark_n_routed_experts=text.integer("dspark_n_routed_experts", 1, _MAX_EXPERTS, default=draft(1)),
         dspark_num_experts_per_tok=text.integer("dspark_num_experts_per_tok", default=draft(1)),
         bos_token_id=top.integer("bos_token_id", 0, last_token),
         eos_token_id=top.integer("eos_token_id", 0, last_token),

@@ -167,6 +167,13 @@ _CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "candidate block of 32": (_text(candidate_block_size=32), ("candidate_block_size", "32", "from 8 to 16")),
     "too many index heads": (_text(index_n_heads=64), ("index_n_heads", "64", "from 1 to 32")),
+    "experts without end": (
+        _text(n_routed_experts=10**8),
+        ("n_routed_experts", "100000000", "from 1 to 4096"),
+    ),
+    "hash tables without end": (_text(engram_n_heads=10**6), ("engram_n_heads", "1000000", "from 1 to 64")),
+    "n-grams without end": (_text(engram_max_ngram_size=10**6), ("engram_max_ngram_size", "from 2 to 8")),
+    "Sinkhorn without end": (_text(hc_sinkhorn_iters=10**9), ("hc_sinkhorn_iters", "from 1 to 1000")),
     "more experts chosen than there are": (
         _text(num_experts_per_tok=9),
         ("num_experts_per_tok", "found 9", "n_routed_experts", "8"),
@@ -250,6 +257,12 @@ def test_folder_without_configuration(tmp_path: Path) -> None:
 def test_configuration_that_is_not_json(folder: Path) -> None:
     (folder / "config.json").write_text("{'hidden_size': 128}")
     with _refused(ConfigError, "config.json", "not JSON", "line 1"):
+        Checkpoint.open(folder)
+
+
+def test_configuration_nested_without_end(folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 100_000)
+    with _refused(ConfigError, "config.json", "not JSON"):
         Checkpoint.open(folder)
 
 
@@ -453,6 +466,7 @@ _CHECKPOINTS: dict[str, tuple[_Break, tuple[str, ...]]] = {
     ),
     "index missing": (_without_index, (INDEX_NAME, "missing", "5 .safetensors files")),
     "index is not JSON": (_write(INDEX_NAME, b"{"), (INDEX_NAME, "weight_map")),
+    "index nested without end": (_write(INDEX_NAME, b"[" * 100_000), (INDEX_NAME, "weight_map")),
     "index without map": (_write(INDEX_NAME, b'{"metadata": {}}'), (INDEX_NAME, "weight_map")),
     "index names a file elsewhere": (
         lambda folder: _edit_index(folder, lambda index: index.update({_WKV: f"../{_SHARD}"})),
