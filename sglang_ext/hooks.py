@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer_plugins.core.report import report
-from deepinfer_plugins.core.settings import Settings
+from deepinfer_plugins.core.settings import SettingError, Settings
 
 _LOG = logging.getLogger("deepinfer_plugins")
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 MODEL_TYPE = "deepseek_v41"
-RELEASE = "deepseek-ai/DeepSeek-V4.1-Flash"
+# How the name of the release's id starts, whoever keeps the copy.
+RELEASE = "deepseek-v4.1-flash"
 ATTENTION_BACKEND = "deepinfer"
 MODEL_CLASS = "deepinfer_plugins.sglang_ext.models.deepseek_v4:DeepseekV4ForCausalLM"
 
@@ -52,16 +53,28 @@ def register() -> None:
     _registered = True
 
 
+def is_release(model: str) -> bool:
+    """Whether a Hugging Face id is one that ``DEEPINFER_HF_MODEL_DIR`` is about."""
+    return model.rpartition("/")[2].lower().startswith(RELEASE)
+
+
 def _model_source(server_args: Any, previous: Any) -> None:
     """Where a Hugging Face id of the release is: ``DEEPINFER_HF_MODEL_DIR``, or SGLang's own way to it."""
     from huggingface_hub import constants, try_to_load_from_cache
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     cfg = resolving_view(server_args)
-    asked = cfg.model_path
-    if asked.startswith(RELEASE) and not Path(asked).exists():
-        folder = Settings.from_env().hf_model_dir
+    asked, folder = cfg.model_path, Settings.from_env().hf_model_dir
+    if folder is not None and Path(asked).is_dir() and Path(asked).resolve() != Path(folder).resolve():
+        raise SettingError(
+            f"--model-path {asked} and DEEPINFER_HF_MODEL_DIR={folder} name different folders; unset one of them"
+        )
+    if is_release(asked) and not Path(asked).exists():
         if folder is not None:
+            if not Path(folder).is_dir():
+                raise SettingError(
+                    f"DEEPINFER_HF_MODEL_DIR={folder}: there is no such folder; set it to the checkpoint's"
+                )
             fields = {"model_path": folder}
             if cfg.tokenizer_path in (None, asked):
                 fields["tokenizer_path"] = folder

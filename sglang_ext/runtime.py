@@ -25,7 +25,7 @@ from deepinfer_plugins.model.network import DeepseekV41
 from deepinfer_plugins.platforms.detect import want
 from deepinfer_plugins.sglang_ext.attention import StepBackend
 from deepinfer_plugins.sglang_ext.cache import CachePool, Sizes
-from deepinfer_plugins.sglang_ext.hooks import ATTENTION_BACKEND
+from deepinfer_plugins.sglang_ext.hooks import ATTENTION_BACKEND, is_release
 from deepinfer_plugins.sglang_ext.v0_5_23 import patches
 
 _LOG = logging.getLogger("deepinfer_plugins")
@@ -38,7 +38,9 @@ def open_checkpoint() -> Checkpoint:
     def download(name: str) -> str:
         return download_weights_from_hf(name, model.download_dir, ["*.safetensors", "*.json"], model.revision)
 
-    return Checkpoint.open(resolve_model_folder(model.model_path, Settings.from_env().hf_model_dir, download))
+    # Of another model's id, SGLang has read the configuration where that is; its tensors are there too.
+    folder = Settings.from_env().hf_model_dir if is_release(model.model_path) else None
+    return Checkpoint.open(resolve_model_folder(model.model_path, folder, download))
 
 
 def build(checkpoint: Checkpoint, device: torch.device) -> DeepseekV41:
@@ -93,6 +95,10 @@ def _own_pool(specs: tuple[CacheSpec, ...]) -> Callable[[Any], Any]:
 def _checked_prompt(vocab_size: int) -> Callable[[Any], Any]:
     def wrapper(original: Any) -> Any:
         def validate_input_length(req: Any, max_req_input_len: int, allow_auto_truncate: bool) -> str | None:
+            if req.input_embeds is not None or req.positional_embed_overrides is not None:
+                # Even a refused request runs for a token, and would run on these.
+                req.input_embeds = req.positional_embed_overrides = None
+                return "Embeddings in place of tokens are not supported: n-grams need the tokens; send token ids."
             ids = req.origin_input_ids
             if not len(ids):
                 return "The prompt is empty; give at least one token."

@@ -33,6 +33,13 @@ class _Head:
 class DeepseekV4ForCausalLM(nn.Module):
     """Builds and loads the model, and runs it on what :class:`StepBackend` read from the batch."""
 
+    # SGLang asks for this before it replaces weights of a running model, and refuses with it. Its weights would pass
+    # by :meth:`load_weights` unread, and it would report success.
+    _derived_weight_cache_error = (
+        "deepinfer_plugins reads the checkpoint by itself, once: it does not take weights while it runs yet; start "
+        "SGLang anew with the other --model-path"
+    )
+
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__()
         # Allocated where the loader said: it made that the default device.

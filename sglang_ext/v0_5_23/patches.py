@@ -25,7 +25,7 @@ PROMPT = Patch(
     target="sglang.srt.managers.scheduler:validate_input_length",
     why=(
         "SGLang checks the length of a prompt but not its ids: an empty prompt, or an id outside the vocabulary, would "
-        "take the scheduler down and with it every other request"
+        "take the scheduler down and with it every other request, and so would embeddings in place of tokens"
     ),
     upstream="none",
     remove_when="SGLang refuses a prompt whose ids are not in [0, vocab_size)",

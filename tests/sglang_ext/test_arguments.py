@@ -47,6 +47,11 @@ REFUSED = {
     "another cache": ({"kv_cache_dtype": "bfloat16"}, "--kv-cache-dtype bfloat16"),
     "another model": ({"json_model_override_args": '{"index_topk": 4}'}, "--json-model-override-args"),
     "random weights": ({"load_format": "dummy"}, "--load-format dummy"),
+    "another folder": ({"folder": "/"}, "DEEPINFER_HF_MODEL_DIR=/ name different folders"),
+    "an id for no folder": (
+        {"model_path": RELEASE, "folder": "/no/such"},
+        "DEEPINFER_HF_MODEL_DIR=/no/such: there is no such folder",
+    ),
     "an id that is not cached": ({"model_path": RELEASE}, f"{RELEASE} is not in the Hugging Face cache"),
 }
 
@@ -57,6 +62,7 @@ def resolved(checkpoint: Path, engine_environment: Any) -> dict[str, Any]:
         "defaults": {},
         "asked": {"page_size": 1, "max_running_requests": 3, "disable_overlap_schedule": True},
         "by id": {"model_path": RELEASE, "folder": str(checkpoint)},
+        "by the id of a copy": {"model_path": "mirror/DeepSeek-V4.1-Flash", "folder": str(checkpoint)},
         **{name: given for name, (given, _) in REFUSED.items()},
     }
     whole = {name: {"model_path": str(checkpoint), **given} for name, given in cases.items()}
@@ -97,7 +103,7 @@ def test_what_the_user_asks_for_stays(resolved: dict[str, Any]) -> None:
 
 
 def test_folder_for_an_id(resolved: dict[str, Any]) -> None:
-    assert resolved["by id"] == resolved["defaults"]
+    assert resolved["by id"] == resolved["by the id of a copy"] == resolved["defaults"]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import math
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +145,25 @@ def test_a_bad_request_fails_alone(server: Any, reference: Any, prompts: list[li
             server.post("/generate", BAD[what], timeout_s=60)
         assert getattr(error.value, "status", None) == 400, error.value
         check(reference, [prompts[7]], good.result(), f"beside a request with {what}")
+
+
+def test_embeddings_in_place_of_tokens_fail_alone() -> None:
+    """SGLang itself refuses them only beside a radix cache, and runs even a refused request for a token."""
+    from deepinfer_plugins.sglang_ext import runtime
+
+    checked = runtime._checked_prompt(1024)(lambda *_: None)
+    for given in ("input_embeds", "positional_embed_overrides"):
+        request = SimpleNamespace(origin_input_ids=[1], input_embeds=None, positional_embed_overrides=None)
+        assert checked(request, 10, False) is None
+        setattr(request, given, [[0.5]])
+        assert "send token ids" in checked(request, 10, False) and getattr(request, given) is None
+
+
+def test_weights_are_not_replaced_while_it_runs(server: Any, checkpoint: Path) -> None:
+    """And it is not said that they were."""
+    with pytest.raises(Exception, match="does not take weights while it runs") as error:
+        server.post("/update_weights_from_disk", {"model_path": str(checkpoint)})
+    assert getattr(error.value, "status", None) == 400, error.value
 
 
 def test_openai_interface(server: Any, reference: Any) -> None:
