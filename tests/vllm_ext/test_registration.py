@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -19,10 +20,10 @@ from deepinfer_plugins.vllm_ext.v0_33 import patches, seams
 ARCHITECTURE = "DeepseekV41ForCausalLM"
 
 
-def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run some Python in a fresh process with our variables and no others of ours."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DEEPINFER_")}
-    command = [sys.executable, "-P", "-c", code]
+    command = [sys.executable, "-P", "-c", code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env={**environ, **variables}, timeout=300)
 
 
@@ -183,6 +184,10 @@ def configuration(**parallel: int) -> Any:
         parallel_config=SimpleNamespace(**sizes),
         speculative_config=None,
         compilation_config=SimpleNamespace(),
+        model_config=SimpleNamespace(dtype="torch.bfloat16", hf_overrides={}),
+        load_config=SimpleNamespace(load_format="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        use_v2_model_runner=True,
     )
 
 
@@ -201,6 +206,35 @@ def test_what_is_not_there_yet_is_refused_by_its_flag() -> None:
     fine = configuration()
     defaults.apply(fine)
     assert fine.compilation_config.cudagraph_mode is CUDAGraphMode.NONE
+
+
+REFUSED = """
+import json, sys
+from vllm.engine.arg_utils import EngineArgs
+for options in json.loads(sys.argv[1]):
+    try:
+        EngineArgs(model=sys.argv[2], **options).create_engine_config()
+        print("accepted")
+    except Exception as error:
+        print(str(error).replace(chr(10), " "))
+"""
+
+
+def test_what_the_model_would_not_notice_is_refused(small: Any) -> None:
+    """By vLLM itself, on the way that every start takes."""
+    asked = {
+        "--hf-overrides": {"hf_overrides": {"index_topk": 4}},
+        "--dtype float16": {"dtype": "float16"},
+        "--load-format dummy": {"load_format": "dummy"},
+        "--kv-cache-dtype bfloat16": {"kv_cache_dtype": "bfloat16"},
+    }
+    done = run(REFUSED, json.dumps([{}, *asked.values()]), str(small.folder))
+    accepted, *said = done.stdout.strip().splitlines()[-1 - len(asked) :]
+    assert accepted == "accepted", done.stderr
+    for flag, line in zip(asked, said, strict=True):
+        assert flag in line and "DEEPINFER_PLUGINS_MODEL=native" in line, line
+    done = run(REFUSED, json.dumps([{}]), str(small.folder), VLLM_USE_V2_MODEL_RUNNER="0")
+    assert "V1 model runner" in done.stdout, done.stderr
 
 
 NVIDIA = """

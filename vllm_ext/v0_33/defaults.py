@@ -5,12 +5,37 @@ from __future__ import annotations
 from typing import Any
 
 ARCHITECTURE = "DeepseekV41ForCausalLM"
+# Those in which vLLM hands the model the checkpoint's own tensors.
+_LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors")
 
 
 def runs_our_model(vllm_config: Any) -> bool:
     """Whether this configuration is of the model that we register."""
     model = vllm_config.model_config
     return model is not None and ARCHITECTURE in model.architectures
+
+
+def _refusals(vllm_config: Any) -> list[str]:
+    """What was asked for and would otherwise go unnoticed: the model reads config.json and the tensors itself."""
+    model, load, cache = vllm_config.model_config, vllm_config.load_config, vllm_config.cache_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    return [
+        what
+        for unsupported, what in (
+            (bool(model.hf_overrides), "--hf-overrides"),
+            (dtype != "bfloat16", f"--dtype {dtype}"),
+            (load.load_format not in _LOAD_FORMATS, f"--load-format {load.load_format}"),
+            (
+                cache.cache_dtype != "auto" and not cache.cache_dtype.startswith("fp8"),
+                f"--kv-cache-dtype {cache.cache_dtype}",
+            ),
+            (
+                not vllm_config.use_v2_model_runner,
+                "vLLM's V1 model runner, which VLLM_USE_V2_MODEL_RUNNER=0 or another option chose",
+            ),
+        )
+        if unsupported
+    ]
 
 
 def apply(vllm_config: Any) -> None:
@@ -35,6 +60,11 @@ def apply(vllm_config: Any) -> None:
     if vllm_config.speculative_config is not None:
         raise ValueError(
             "--speculative-config: this version of deepinfer_plugins does not draft; leave it out, or set "
+            "DEEPINFER_PLUGINS_MODEL=native for vLLM's own model"
+        )
+    if refusals := _refusals(vllm_config):
+        raise ValueError(
+            f"deepinfer_plugins does not run DeepSeek-V4.1 with {', '.join(refusals)} yet. Leave that out, or set "
             "DEEPINFER_PLUGINS_MODEL=native for vLLM's own model"
         )
     # Platform classes are imported while vllm.config still is.

@@ -5,6 +5,7 @@ It turns vLLM's batch into a :class:`~deepinfer_plugins.model.step.Step`. It com
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,6 +37,8 @@ class DeepseekV41ForCausalLM(torch.nn.Module):
         self.config = self.model.config
         self.caches = caches.register(cache_specs(self.config), vllm_config)
         self.context_depth: int = self.config.engram_max_ngram_size - 1
+        self._is_loaded = False
+        self._shows_progress: bool = vllm_config.load_config.use_tqdm_on_load and sys.stdout.isatty()
 
     @staticmethod
     def get_model_state_cls() -> type[DeepseekV41State]:
@@ -51,8 +54,17 @@ class DeepseekV41ForCausalLM(torch.nn.Module):
         """Load the checkpoint found at construction.
 
         vLLM's own iterator is left untouched: it would read whole tensors of all ranks, unchecked.
+
+        Raises:
+            NotImplementedError: The second time: what vLLM then hands over would be left untouched too.
         """
-        weights.load(self.model, self.checkpoint)
+        if self._is_loaded:
+            raise NotImplementedError(
+                "deepinfer_plugins reads the checkpoint by itself, once: it does not take weights while it runs yet; "
+                "start vLLM anew with the other --model"
+            )
+        weights.load(self.model, self.checkpoint, progress=self._shows_progress)
+        self._is_loaded = True
         return {name for name, _ in self.named_parameters()}
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -50,8 +50,8 @@ def build(checkpoint: Checkpoint, vllm_config: api.VllmConfig) -> DeepseekV41:
     )
 
 
-def load(model: DeepseekV41, checkpoint: Checkpoint) -> None:
-    """Stream the checkpoint's tensors into the model."""
+def load(model: DeepseekV41, checkpoint: Checkpoint, progress: bool = False) -> None:
+    """Stream the checkpoint's tensors into the model, with a bar over the bytes if ``progress``."""
     from deepinfer_plugins.model import loading
 
-    loading.load(model, checkpoint)
+    loading.load(model, checkpoint, progress)
