@@ -80,7 +80,9 @@ def state() -> dict[str, Any]:
         "hooks": {},
         "planned": [],
         "report": report().as_dict(),
-        "survey": survey(batch_invariant=True if envs.VLLM_BATCH_INVARIANT else None),
+        "survey": survey(
+            batch_invariant=envs.VLLM_BATCH_INVARIANT if envs.is_set("VLLM_BATCH_INVARIANT") else None
+        ),
         "problems": problems,
     }
 

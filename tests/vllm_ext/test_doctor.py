@@ -88,6 +88,13 @@ def test_native_model_as_asked() -> None:
     assert any("as asked" in warning for warning in answer["warnings"])
 
 
+@pytest.mark.parametrize(("ours", "theirs"), [("1", "0"), ("0", "1")])
+def test_batch_invariance_asked_for_and_not(ours: str, theirs: str) -> None:
+    status, answer = doctor(DEEPINFER_BATCH_INVARIANT=ours, VLLM_BATCH_INVARIANT=theirs)
+    assert status == 1
+    assert any("batch invariance" in p and "DEEPINFER_BATCH_INVARIANT" in p for p in answer["problems"])
+
+
 def test_provider_asked_for_does_not_exist() -> None:
     status, answer = doctor(DEEPINFER_PLUGINS_ROPE="no_such")
     assert status == 1

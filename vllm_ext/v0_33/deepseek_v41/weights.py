@@ -40,7 +40,8 @@ def build(checkpoint: Checkpoint, vllm_config: api.VllmConfig) -> DeepseekV41:
     """The model with its operators chosen and its weights not yet loaded."""
     from deepinfer_plugins.model.network import DeepseekV41
 
-    flag = ("VLLM_BATCH_INVARIANT", True if api.envs.VLLM_BATCH_INVARIANT else None)
+    name = "VLLM_BATCH_INVARIANT"
+    flag = (name, bool(api.envs.VLLM_BATCH_INVARIANT) if api.envs.is_set(name) else None)
     return DeepseekV41(
         checkpoint.config,
         load_ops(detect.want(Settings.from_env(), flag=flag)),
