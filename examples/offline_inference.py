@@ -206,6 +206,34 @@ def installed_engine() -> EngineName:
     )
 
 
+def check_model(model: str) -> None:
+    """Refuse a folder that holds no usable checkpoint now, not after half a minute of an engine's start-up.
+
+    Raises:
+        typer.BadParameter: With what is wrong and what to do.
+    """
+    from deepinfer_plugins.model.checkpoint import Checkpoint
+
+    folder = Path(model).expanduser()
+    if not folder.exists():
+        if model.startswith(("/", ".", "~")):
+            raise typer.BadParameter(
+                f"there is no folder {model}; name one that holds a checkpoint, or a Hugging Face id",
+                param_hint="--model",
+            )
+        return
+    if not (folder / "config.json").is_file():
+        raise typer.BadParameter(
+            f"{model} holds no config.json, so it is no checkpoint", param_hint="--model"
+        )
+    if os.environ.get("DEEPINFER_PLUGINS_MODEL") == "native":
+        return
+    try:
+        Checkpoint.open(folder)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--model") from error
+
+
 def main(
     engine: Annotated[EngineName | None, typer.Option(help="Default: the one installed here.")] = None,
     model: Annotated[
@@ -230,6 +258,8 @@ def main(
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         with phase(console, "the small checkpoint"):
             model = str(small_checkpoint())
+    else:
+        check_model(model)
     console.print(f"model: {escape(model)}")
     with phase(console, f"starting {engine}"):
         running = ENGINES[engine](model)
@@ -240,7 +270,7 @@ def main(
         active = running.active()
     finally:
         running.close()
-    show(prompts, outputs, elapsed, active, engine)
+    ours = show(prompts, outputs, elapsed, active, engine)
     if json_file:
         result = {
             "engine": engine.value,
@@ -255,12 +285,14 @@ def main(
             ],
         }
         json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if not ours and os.environ.get("DEEPINFER_PLUGINS_MODEL") != "native":
+        raise typer.Exit(1)
 
 
 def show(
     prompts: list[str], outputs: list[Output], elapsed: float, active: dict[str, Any], engine: str
-) -> None:
-    """Print the texts, the rate, and what made them."""
+) -> bool:
+    """Print the texts, the rate, and what made them; whether that was our model."""
     console = Console(width=max(80, shutil.get_terminal_size().columns))
     texts = Table("prompt", "text", title="generated")
     for text, output in zip(prompts, outputs, strict=True):
@@ -284,11 +316,14 @@ def show(
         ops = [name for name, choice in operators.items() if str(choice["provider"]) == provider]
         facts.add_row(f"provider {provider}", f"{len(ops)} operators: {', '.join(ops)}")
     console.print(facts)
-    ours = active["model"].startswith("deepinfer_plugins.")
+    ours: bool = active["model"].startswith("deepinfer_plugins.")
     console.print(
         "deepinfer_plugins: active" if ours else "deepinfer_plugins: NOT active, see deepinfer-plugins doctor"
     )
+    return ours
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+    app.command()(main)
+    app()
