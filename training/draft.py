@@ -40,7 +40,8 @@ def draft(
     keys: list[torch.Tensor],
     tokens: torch.Tensor,
     anchors: torch.Tensor,
-    depth: int,
+    depths: torch.Tensor,
+    width: int,
     losses: Losses,
 ) -> Block:
     """Draft a block after each anchor, teacher-forced.
@@ -49,12 +50,14 @@ def draft(
         net: Backbone and draft.
         keys: From :func:`context_keys`.
         tokens: ``[b, t]``.
-        anchors: ``[b, a]``, the last accepted position; ``anchor + depth`` must be inside the sequence.
-        depth: Rows of a block.
+        anchors: ``[b, a]``, the last accepted position; ``anchor + width`` must be inside the sequence.
+        depths: ``[b, a]``, rows of each block; rows beyond are computed and seen by none.
+        width: The most rows a block has.
+        losses: Filled in.
     """
     config = net.config
     last = f"mtp.{config.num_nextn_predict_layers - 1}"
-    offsets = torch.arange(1, depth + 1, device=tokens.device)
+    offsets = torch.arange(1, width + 1, device=tokens.device)
     positions = anchors.unsqueeze(-1) + offsets
     batch = torch.arange(tokens.shape[0], device=tokens.device)[:, None, None]
     previous = tokens[batch, positions]
@@ -69,7 +72,9 @@ def draft(
             f"mtp.{layer}",
             config.dspark_num_experts_per_tok,
             losses,
-            lambda y, layer=layer: _attention(net, y, f"mtp.{layer}.attn", keys[layer], anchors, positions),
+            lambda y, layer=layer: _attention(
+                net, y, f"mtp.{layer}.attn", keys[layer], anchors, depths, positions
+            ),
         )
     hidden = collapse(streams, pre)
     embedded = net.w(f"{last}.markov_head.embed.weight")[previous]
@@ -86,6 +91,7 @@ def _attention(
     prefix: str,
     context: torch.Tensor,
     anchors: torch.Tensor,
+    depths: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
     """Every row of a block sees the window before the anchor's end and the whole block."""
@@ -97,6 +103,8 @@ def _attention(
     seen = (distance >= 0) & (distance < config.sliding_window)
     before = before.masked_fill(~seen[:, :, None, None], -torch.inf)
     inside = torch.einsum("banhd,bamd->bahnm", query, own) * scale
+    in_block = torch.arange(own.shape[2], device=y.device) < depths.unsqueeze(-1)
+    inside = inside.masked_fill(~in_block[:, :, None, None], -torch.inf)
     sink = net.w(f"{prefix}.attn_sink")[:, None, None].expand(*before.shape[:-1], 1)
     shares = torch.cat([before, inside, sink], -1).softmax(-1)
     count = context.shape[1]
@@ -106,18 +114,24 @@ def _attention(
 
 
 def draft_loss(
-    block: Block, target_logits: torch.Tensor, decay: float
+    block: Block, target_logits: torch.Tensor, depths: torch.Tensor, decay: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss of the tokens, loss of the confidence, and how often the choices agree, ``[depth]``.
+    """Loss of the tokens, loss of the confidence, and how often the choices agree, ``[width]``.
 
     Args:
         block: The draft's.
-        target_logits: ``[b, a, depth, vocab]``, the backbone's for the same tokens.
+        target_logits: ``[b, a, width, vocab]``, the backbone's for the same tokens.
+        depths: ``[b, a]``, how many rows of each block count.
         decay: Weight of a row over that of the row before it: later rows count only if earlier ones are accepted.
     """
-    depth = target_logits.shape[2]
-    weights = decay ** torch.arange(depth, device=target_logits.device)
+    offsets = torch.arange(target_logits.shape[2], device=target_logits.device)
+    counted = (offsets < depths.unsqueeze(-1)).float()
+    weights = counted * decay**offsets
     cross = -(target_logits.softmax(-1) * block.logits.log_softmax(-1)).sum(-1)
     agree = (block.logits.detach().argmax(-1) == target_logits.argmax(-1)).float()
     confidence = F.binary_cross_entropy_with_logits(block.confidence, agree, reduction="none")
-    return (cross * weights).mean(), confidence.mean(), agree.mean((0, 1))
+    return (
+        (cross * weights).sum() / weights.sum(),
+        (confidence * counted).sum() / counted.sum(),
+        (agree * counted).sum((0, 1)) / counted.sum((0, 1)).clamp(min=1),
+    )

@@ -3,7 +3,8 @@
 Parameters carry the checkpoint's own names. Configuration, tensor names, Engram tables and formats are
 those of ``deepinfer_plugins.model``; the arithmetic is the release's, with three liberties that training needs
 and inference does not have: every expert computes every token (the router's weights are zero for most), sums are in
-fp32, and the selection of the indexer is trained by a loss of its own, since choosing passes no gradient.
+fp32, and the selection of the indexer is trained by a loss of its own, since choosing passes no gradient (and that
+loss trains nothing but the indexer).
 """
 
 from __future__ import annotations
@@ -128,11 +129,13 @@ class Network(nn.Module):
     Args:
         config: The model.
         vocabulary: Compressed ids, for Engram.
+        dropout: Share of every sublayer's output that is dropped in training.
     """
 
-    def __init__(self, config: ModelConfig, vocabulary: CompressedVocabulary) -> None:
+    def __init__(self, config: ModelConfig, vocabulary: CompressedVocabulary, dropout: float = 0.0) -> None:
         super().__init__()
         self.config = config
+        self.dropout = dropout
         self.specs = expected_tensors(config)
         self.weights = nn.ParameterDict(
             {
@@ -286,7 +289,7 @@ class Network(nn.Module):
         positions = torch.arange(latent.shape[1], device=y.device) * ratio
         keys = q.fp4(self.rotate(latent, table, positions))
         index = self.norm(
-            q.bf16(latent @ self.w(f"{prefix}.indexer.wk.weight").T), f"{prefix}.indexer.k_norm"
+            q.bf16(latent.detach() @ self.w(f"{prefix}.indexer.wk.weight").T), f"{prefix}.indexer.k_norm"
         )
         return keys, q.mxfp4(self.rotate(index, table, positions))
 
@@ -307,7 +310,9 @@ class Network(nn.Module):
             if layer in config.kv_source_layer_ids:
                 memory["keys"], memory["index"] = self.compress(y, prefix, ratio, table)
             if layer in config.index_source_layer_ids:
-                memory["scores"] = self.index_scores(y, low, prefix, table, positions, memory["index"], ratio)
+                memory["scores"] = self.index_scores(
+                    y.detach(), low.detach(), prefix, table, positions, memory["index"], ratio
+                )
                 memory["chosen"] = self.choose(memory["scores"].detach())
             far = torch.einsum("bthd,bjd->bhtj", query, memory["keys"]) * scale
             scores = torch.cat([scores, far.masked_fill(~memory["chosen"][:, None], -torch.inf)], -1)
@@ -346,11 +351,11 @@ class Network(nn.Module):
 
     @staticmethod
     def index_loss(shares: torch.Tensor, memory: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Cross-entropy of the scores, over the entries chosen, to the attention those entries got."""
+        """Divergence of the scores, over the entries chosen, from the attention those entries got."""
         target = shares.sum(1)
         target = target / target.sum(-1, keepdim=True).clamp(min=1e-9)
         scores = memory["scores"].masked_fill(~memory["chosen"], -1e4)
-        return -(target * scores.log_softmax(-1)).sum(-1).mean()
+        return (target * (target.clamp(min=1e-9).log() - scores.log_softmax(-1))).sum(-1).mean()
 
     # -- Whole --
 
@@ -383,9 +388,11 @@ class Network(nn.Module):
         """Attention and experts, each between hyper-connections."""
         next_pre, post, comb = self.mixes(streams, f"{prefix}.hc_attn")
         x = attention(self.norm(collapse(streams, pre), f"{prefix}.attn_norm"))
+        x = F.dropout(x, self.dropout, self.training)
         streams, pre = merge(x, streams, post, comb), next_pre
         next_pre, post, comb = self.mixes(streams, f"{prefix}.hc_ffn")
         x = self.moe(self.norm(collapse(streams, pre), f"{prefix}.ffn_norm"), f"{prefix}.ffn", topk, losses)
+        x = F.dropout(x, self.dropout, self.training)
         return merge(x, streams, post, comb), next_pre
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

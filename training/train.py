@@ -30,9 +30,11 @@ from training.shape import trained
 from training.text import held_out, read
 
 LENGTH = 512
-INDEX_WEIGHT = 0.02
+INDEX_WEIGHT = 0.2
 BALANCE_RATE = 1e-3
 DRAFT_DECAY = 0.8
+# The deepest block drafted in training; half of the blocks have the depth the configuration names.
+MOST_DRAFTS = 8
 
 
 class Text:
@@ -184,22 +186,28 @@ def perplexity(net: Network, text: Text, batches: int, size: int) -> float:
 
 
 def draft_step(
-    net: Network, window: torch.Tensor, depth: int, anchors_per_sequence: int, generator: torch.Generator
+    net: Network, window: torch.Tensor, anchors_per_sequence: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Losses]:
-    """Losses of the draft at random anchors, and how often it agrees."""
+    """Losses of the draft at random anchors and depths, and how often it agrees."""
     tokens = window[:, :-1]
+    net.eval()
     with torch.no_grad():
         hidden, taps = net(tokens, Losses())
-    anchors = torch.randint(1, LENGTH - depth - 1, (len(tokens), anchors_per_sequence), generator=generator)
+    net.train()
+    shape = (len(tokens), anchors_per_sequence)
+    anchors = torch.randint(1, LENGTH - MOST_DRAFTS - 1, shape, generator=generator)
+    depths = torch.randint(1, MOST_DRAFTS + 1, shape, generator=generator)
+    usual = torch.rand(shape, generator=generator) < 0.5
+    depths = torch.where(usual, net.config.dspark_block_size, depths).to(tokens.device)
     anchors = anchors.to(tokens.device)
-    rows = anchors.unsqueeze(-1) + torch.arange(1, depth + 1, device=tokens.device)
+    rows = anchors.unsqueeze(-1) + torch.arange(1, MOST_DRAFTS + 1, device=tokens.device)
     batch = torch.arange(len(tokens), device=tokens.device)[:, None, None]
     with torch.no_grad():
         target = net.logits(hidden[batch, rows])
     losses = Losses()
     keys = drafting.context_keys(net, taps)
-    block = drafting.draft(net, keys, tokens, anchors, depth, losses)
-    cross, confidence, agree = drafting.draft_loss(block, target, DRAFT_DECAY)
+    block = drafting.draft(net, keys, tokens, anchors, depths, MOST_DRAFTS, losses)
+    cross, confidence, agree = drafting.draft_loss(block, target, depths, DRAFT_DECAY)
     return cross, confidence, agree, losses
 
 
@@ -211,12 +219,13 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--resume", type=Path, help="folder of the state to go on from; OUTPUT by default")
     parser.add_argument("--minutes", type=float, default=9)
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--draft-steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--draft-steps", type=int, default=1200)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--draft-rate", type=float, default=2e-3)
     parser.add_argument("--anchors", type=int, default=32)
+    parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--documents", type=int, help="use only so many, for a trial")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -236,7 +245,7 @@ def main() -> None:
     write_tokenizer(tokenizer, arguments.output, config.max_position_embeddings)
     train_text = Text(seen, tokenizer, device)
     test_text = Text([d for d in documents if held_out(d[0])], tokenizer, device)
-    net = Network(config, vocabulary)
+    net = Network(config, vocabulary, arguments.dropout)
     state = load(arguments.resume or arguments.output)
     if state["weights"]:
         with torch.no_grad():
@@ -282,7 +291,6 @@ def run(
 ) -> bool:
     """Train until the phase is done (True) or time is up (False)."""
     draft = trainer.phase == "draft"
-    depth = net.config.dspark_block_size
     columns = [
         TextColumn(trainer.phase),
         BarColumn(),
@@ -298,9 +306,7 @@ def run(
             generator = torch.Generator().manual_seed(arguments.seed * 1_000_003 + trainer.step * 2 + draft)
             window = train_text.batch(arguments.batch, generator)
             if draft:
-                cross, confidence, agree, losses = draft_step(
-                    net, window, depth, arguments.anchors, generator
-                )
+                cross, confidence, agree, losses = draft_step(net, window, arguments.anchors, generator)
                 loss = cross + 0.2 * confidence
             else:
                 losses = Losses()
@@ -322,7 +328,7 @@ def run(
                     }
                 else:
                     entry |= {"index": float(torch.as_tensor(losses.index).detach())}
-                    if trainer.step % 250 == 0 or trainer.step == trainer.steps:
+                    if trainer.step % 200 == 0 or trainer.step == trainer.steps:
                         entry["held_out_perplexity"] = perplexity(net, test_text, 4, arguments.batch)
                 trainer.log.append(entry)
                 print(json.dumps(entry), flush=True)
