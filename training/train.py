@@ -30,7 +30,7 @@ from training.shape import trained
 from training.text import held_out, read
 
 LENGTH = 512
-INDEX_WEIGHT = 0.2
+INDEX_WEIGHT = 0.05
 BALANCE_RATE = 1e-3
 DRAFT_DECAY = 0.8
 # The deepest block drafted in training; half of the blocks have the depth the configuration names.
