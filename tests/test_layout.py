@@ -27,12 +27,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "platforms": {"core", "kernels"},
     "model": {"core", "kernels"},
     "features": {"core", "kernels"},
+    "evaluation": NEUTRAL,
     "vllm_ext": NEUTRAL,
     "sglang_ext": NEUTRAL,
-    "cli": NEUTRAL,
+    "cli": NEUTRAL | {"evaluation"},
 }
 # The command line reaches an engine's room by name only, once it knows which engine is installed.
-MAY_NAME = MAY_IMPORT | {"cli": NEUTRAL | {"vllm_ext", "sglang_ext"}}
+MAY_NAME = MAY_IMPORT | {"cli": NEUTRAL | {"evaluation", "vllm_ext", "sglang_ext"}}
 # import name of an engine -> the one room that imports it
 ENGINES = {
     "vllm": "vllm_ext",

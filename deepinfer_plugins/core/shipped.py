@@ -1,0 +1,42 @@
+"""The files that come with the package: a small trained checkpoint and the text it was trained and is tested on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+from pathlib import Path
+from typing import NamedTuple
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+class Document(NamedTuple):
+    """One text of the corpus, and its name."""
+
+    name: str
+    text: str
+
+
+def default_checkpoint() -> Path:
+    """The folder of the trained checkpoint, in the release's format: what runs when no model is named."""
+    return DATA / "checkpoint"
+
+
+def corpus() -> Path:
+    """The corpus: xz, one JSON array of name and text per line."""
+    return DATA / "corpus.jsonl.xz"
+
+
+def read_documents(path: Path) -> list[Document]:
+    """Every document of a corpus, in the file's order."""
+    with lzma.open(path, "rt", encoding="utf-8") as file:
+        return [Document(*json.loads(line)) for line in file]
+
+
+def is_held_out(name: str) -> bool:
+    """Whether nothing is trained on the document of this name: one source in twenty, by a hash.
+
+    What was taken from one file (``file``, ``file:part``) is on one side.
+    """
+    return hashlib.sha256(name.split(":")[0].encode()).digest()[0] < 13

@@ -1,0 +1,1 @@
+"""How good a checkpoint is, measured with the model alone: no engine is needed."""
