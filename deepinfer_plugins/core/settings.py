@@ -18,6 +18,12 @@ T = TypeVar("T")
 PREFIX = "DEEPINFER_PLUGINS_"
 STRICT = "DEEPINFER_PLUGINS_STRICT"
 MODEL = "DEEPINFER_PLUGINS_MODEL"
+VERIFY = "DEEPINFER_PLUGINS_VERIFY"
+VERIFY_BUDGET = "DEEPINFER_PLUGINS_VERIFY_BUDGET"
+COST_CURVE = "DEEPINFER_PLUGINS_COST_CURVE"
+ACCEPTANCE_LOG = "DEEPINFER_PLUGINS_ACCEPTANCE_LOG"
+# The other variables with our prefix name a provider of an operator.
+_OURS = (STRICT, MODEL, VERIFY, VERIFY_BUDGET, COST_CURVE, ACCEPTANCE_LOG)
 
 # Documented by DeepInfer, and nothing here reads them yet. Those of the first group alter what is
 # generated, so starting without them would break a promise; the second only alters how fast.
@@ -109,6 +115,15 @@ def _temperatures(name: str, value: str) -> tuple[float, ...]:
     return numbers
 
 
+def _budget(name: str, value: str) -> str:
+    kind, colon, seed = value.partition(":")
+    if value not in ("auto", "all", "none") and not (kind == "random" and seed.isascii() and seed.isdigit()):
+        raise SettingError(
+            f"{name}={value!r}: supported are auto, all, none and random:<seed>, the seed a whole number"
+        )
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Every setting of the environment; None where nothing was asked for.
@@ -125,6 +140,13 @@ class Settings:
         keep_tokens: ``DEEPINFER_YOCO_PREFILL_KEEP_TOKENS``.
         strict: ``DEEPINFER_PLUGINS_STRICT``: exit rather than let the engine run without us.
         model: ``DEEPINFER_PLUGINS_MODEL``: ``"auto"``, or ``"native"`` to leave the engine's own model.
+        verify: ``DEEPINFER_PLUGINS_VERIFY``: ``"auto"``, ``"coupling"`` or ``"rejection"``.
+        verify_budget: ``DEEPINFER_PLUGINS_VERIFY_BUDGET``: how many drafts a step verifies when verification is
+            scheduled: ``"auto"``, ``"all"``, ``"none"`` or, for tests, ``"random:<seed>"``.
+        cost_curve: ``DEEPINFER_PLUGINS_COST_CURVE``: a file with the time of a step by its rows, not to be measured.
+        curve_cache: ``DEEPINFER_DECODE_PERF_CACHE_DIR``: where measured cost curves are kept between starts.
+        curve_cache_ttl_s: ``DEEPINFER_DECODE_PERF_CACHE_TTL_SEC``: and how long, in seconds.
+        acceptance_log: ``DEEPINFER_PLUGINS_ACCEPTANCE_LOG``: a file to write confidences and what became of drafts to.
         providers: ``DEEPINFER_PLUGINS_<OP>``, by operator in lower case.
         problems: Asked for, and without effect in this version; the results are the same.
         refusals: Asked for, not available, and the results would differ: reasons not to start.
@@ -140,6 +162,12 @@ class Settings:
     keep_tokens: int | None = None
     strict: bool = False
     model: str = "auto"
+    verify: str = "auto"
+    verify_budget: str = "auto"
+    cost_curve: str | None = None
+    curve_cache: str | None = None
+    curve_cache_ttl_s: int = 3600
+    acceptance_log: str | None = None
     providers: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     refusals: tuple[str, ...] = ()
@@ -156,6 +184,7 @@ class Settings:
         def read(name: str, parse: Callable[[str, str], T]) -> T | None:
             return parse(name, environ[name]) if name in environ else None
 
+        ttl = read("DEEPINFER_DECODE_PERF_CACHE_TTL_SEC", _count)
         settings = cls(
             accelerator=read("DEEPINFER_ACCELERATOR", _one_of("nvidia", "ascend", "cpu")),
             hf_model_dir=environ.get("DEEPINFER_HF_MODEL_DIR") or None,
@@ -167,10 +196,16 @@ class Settings:
             keep_tokens=read("DEEPINFER_YOCO_PREFILL_KEEP_TOKENS", _count),
             strict=bool(read(STRICT, _flag)),
             model=read(MODEL, _one_of("auto", "native")) or "auto",
+            verify=read(VERIFY, _one_of("auto", "coupling", "rejection")) or "auto",
+            verify_budget=read(VERIFY_BUDGET, _budget) or "auto",
+            cost_curve=environ.get(COST_CURVE) or None,
+            curve_cache=environ.get("DEEPINFER_DECODE_PERF_CACHE_DIR") or None,
+            curve_cache_ttl_s=3600 if ttl is None else ttl,
+            acceptance_log=environ.get(ACCEPTANCE_LOG) or None,
             providers={
                 name.removeprefix(PREFIX).lower(): value
                 for name, value in environ.items()
-                if name.startswith(PREFIX) and name not in (STRICT, MODEL) and value
+                if name.startswith(PREFIX) and name not in _OURS and value
             },
         )
         problems, refusals = _not_built(settings, environ)
@@ -178,7 +213,7 @@ class Settings:
 
     def unknown(self, operators: Iterable[str]) -> list[str]:
         """Problems: variables of ours that name neither a setting nor one of ``operators``."""
-        known = {f"{PREFIX}{op.upper()}" for op in operators} | {STRICT, MODEL}
+        known = {f"{PREFIX}{op.upper()}" for op in operators} | set(_OURS)
         found = []
         for op, value in self.providers.items():
             variable = f"{PREFIX}{op.upper()}"
@@ -213,6 +248,9 @@ def _not_built(settings: Settings, environ: Mapping[str, str]) -> tuple[tuple[st
         problems.append(
             f"DEEPINFER_YOCO_PREFILL_KEEP_TOKENS={settings.keep_tokens}: {unsupported}; nothing is truncated"
         )
+    for name in (VERIFY, VERIFY_BUDGET, COST_CURVE, ACCEPTANCE_LOG):
+        if environ.get(name):
+            problems.append(f"{name}={environ[name]}: {unsupported}; nothing is drafted")
     for name in (f"DEEPINFER_{suffix}" for suffix in _UNSUPPORTED_RESULT):
         if environ.get(name):
             refusals.append(f"{name}={environ[name]}: {unsupported}, and it changes results; unset it")

@@ -35,6 +35,12 @@ def test_every_documented_variable_is_read() -> None:
             "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS": "140",
             "DEEPINFER_PLUGINS_STRICT": "1",
             "DEEPINFER_PLUGINS_MODEL": "native",
+            "DEEPINFER_PLUGINS_VERIFY": "coupling",
+            "DEEPINFER_PLUGINS_VERIFY_BUDGET": "random:7",
+            "DEEPINFER_PLUGINS_COST_CURVE": "/curves/mine.json",
+            "DEEPINFER_PLUGINS_ACCEPTANCE_LOG": "/logs/acceptance.jsonl",
+            "DEEPINFER_DECODE_PERF_CACHE_DIR": "/curves",
+            "DEEPINFER_DECODE_PERF_CACHE_TTL_SEC": "60",
             "DEEPINFER_PLUGINS_RMS_NORM": "torch",
         }
     )
@@ -45,6 +51,12 @@ def test_every_documented_variable_is_read() -> None:
     )
     assert (settings.draft_tokens, settings.varlen, settings.confidence_temperatures) == (5, True, (1.0, 0.5))
     assert (settings.truncation, settings.keep_tokens) == ("off", 140)
+    assert (settings.verify, settings.verify_budget) == ("coupling", "random:7")
+    assert (settings.cost_curve, settings.acceptance_log) == (
+        "/curves/mine.json",
+        "/logs/acceptance.jsonl",
+    )
+    assert (settings.curve_cache, settings.curve_cache_ttl_s) == ("/curves", 60)
     assert (settings.strict, settings.model, dict(settings.providers)) == (
         True,
         "native",
@@ -67,6 +79,12 @@ def test_every_documented_variable_is_read() -> None:
         ("DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "on", "off, mask, compact"),
         ("DEEPINFER_PLUGINS_STRICT", "2", "true"),
         ("DEEPINFER_PLUGINS_MODEL", "ours", "auto, native"),
+        ("DEEPINFER_PLUGINS_VERIFY", "always", "auto, coupling, rejection"),
+        ("DEEPINFER_PLUGINS_VERIFY_BUDGET", "some", "auto, all, none and random:<seed>"),
+        ("DEEPINFER_PLUGINS_VERIFY_BUDGET", "random", "random:<seed>"),
+        ("DEEPINFER_PLUGINS_VERIFY_BUDGET", "random:-1", "random:<seed>"),
+        ("DEEPINFER_PLUGINS_VERIFY_BUDGET", "", "random:<seed>"),
+        ("DEEPINFER_DECODE_PERF_CACHE_TTL_SEC", "1h", "whole numbers"),
     ],
 )
 def test_bad_value_names_variable_value_and_support(name: str, value: str, supported: str) -> None:
@@ -82,6 +100,8 @@ def test_bad_value_names_variable_value_and_support(name: str, value: str, suppo
         ("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", "0.9"),
         ("DEEPINFER_YOCO_PREFILL_KEEP_TOKENS", "140"),
         ("DEEPINFER_ZERO_OVERHEAD_SCHEDULING", "1"),
+        ("DEEPINFER_DECODE_PERF_CACHE_DIR", "/curves"),
+        ("DEEPINFER_PLUGINS_VERIFY_BUDGET", "none"),
     ],
 )
 def test_without_effect_is_a_problem(name: str, value: str) -> None:
