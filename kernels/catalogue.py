@@ -10,11 +10,13 @@ from deepinfer_plugins.core.target import Want
 
 # Imported for what they register.
 from deepinfer_plugins.kernels import (  # noqa: F401
+    accept_or_resample,
     combine,
     engram_gate,
     engram_gather,
     engram_hash,
     experts,
+    filter_log_probs,
     hc_collapse,
     hc_merge,
     hc_mix,
@@ -28,6 +30,7 @@ from deepinfer_plugins.kernels import (  # noqa: F401
     rms_norm,
     rope,
     route,
+    sample,
     sparse_attention,
     store_compressed,
     store_compressor,
@@ -69,6 +72,9 @@ class Ops:
     swiglu_and_cast: Callable[..., tuple[Tensor, Tensor]]
     experts: Callable[..., Tensor]
     combine: Callable[..., Tensor]
+    sample: Callable[..., Tensor]
+    filter_log_probs: Callable[..., Tensor]
+    accept_or_resample: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def choices(want: Want) -> dict[str, Choice]:

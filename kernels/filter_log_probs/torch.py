@@ -1,0 +1,24 @@
+"""``filter_log_probs``, a bounded number of entries at a time."""
+
+from __future__ import annotations
+
+import torch
+
+from deepinfer_plugins.kernels import filtering
+from deepinfer_plugins.kernels.filter_log_probs import reference
+
+
+def filter_log_probs(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    min_p: torch.Tensor | None,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+) -> torch.Tensor:
+    """As the reference."""
+    out = torch.empty_like(logits)
+    for part in filtering.parts(logits):
+        args = (temperature, min_p, top_k, top_p)
+        some = (arg if arg is None else arg[part] for arg in args)
+        out[part] = reference.filter_log_probs(logits[part], *some)
+    return out

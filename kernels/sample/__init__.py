@@ -1,0 +1,16 @@
+"""Choose a token for each row."""
+
+from deepinfer_plugins.core.target import Arch
+from deepinfer_plugins.kernels.registry import register
+from deepinfer_plugins.kernels.spec import Bitwise, Provider
+
+register(
+    Provider(
+        op="sample",
+        name="torch",
+        path="deepinfer_plugins.kernels.sample.torch:sample",
+        archs=frozenset(Arch),
+        batch_invariant=True,
+        agrees=Bitwise(),
+    )
+)
