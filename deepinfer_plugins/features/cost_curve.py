@@ -75,7 +75,7 @@ class CostCurve:
             if type(size) is not int or size <= before:
                 expected = f"a whole number above {before}"
                 raise ValueError(f"sizes of a cost curve: entry {index} is {size!r}; expected {expected}")
-            if type(ms) not in (int, float) or not 0.0 < ms < math.inf:
+            if not isinstance(ms, int | float) or isinstance(ms, bool) or not 0.0 < ms < math.inf:
                 raise ValueError(
                     f"milliseconds of a cost curve: entry {index} is {ms!r}; expected a positive number"
                 )

@@ -66,7 +66,7 @@ def test_bins_hold_their_upper_end_and_the_first_also_zero() -> None:
 
 
 @given(st.integers(1, 300), st.integers(1, 20), st.integers(0, 2**32 - 1))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, derandomize=True)
 def test_error_is_the_sum_over_bins(samples: int, bins: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     confidence, outcomes = rng.random(samples), rng.integers(0, 2, samples)
@@ -79,7 +79,7 @@ def test_error_is_the_sum_over_bins(samples: int, bins: int, seed: int) -> None:
 
 
 @given(st.integers(2, 200), st.floats(-3.0, 3.0), st.integers(0, 2**32 - 1))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, derandomize=True)
 def test_no_temperature_is_likelier_than_the_fitted_one(samples: int, mean: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
     logits, outcomes = rng.normal(mean, 2.0, samples), rng.integers(0, 2, samples)
