@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.runtime_context import get_spec
 
 from deepinfer_plugins.model.step import NO_TOKEN, Caches, Step
 from deepinfer_plugins.sglang_ext.cache import CachePool
@@ -32,7 +33,6 @@ class StepBackend(AttentionBackend):
         context_length: How many tokens before its own the model wants to know of each request.
     """
 
-    needs_cpu_seq_lens = True
     forward_metadata: Batch | None
 
     def __init__(self, runner: Any, context_length: int) -> None:
@@ -46,41 +46,61 @@ class StepBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.context_length = context_length
         self.forward_metadata = None
+        # With drafts only the device knows how many tokens a step accepted. A bound, which the scheduler has
+        # anyway, is enough for page tables, so it need not wait for the number.
+        self.needs_cpu_seq_lens = get_spec().speculative_algorithm is None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.forward_metadata = None if forward_batch.forward_mode.is_idle() else self._read(forward_batch)
 
     def _read(self, batch: Any) -> Batch:
-        pool, page_size = self.token_to_kv_pool, self.token_to_kv_pool.page_size
-        token_ids = batch.input_ids.long()
-        num_requests, num_rows = batch.batch_size, token_ids.shape[0]
-        requests = torch.arange(num_requests, device=token_ids.device)
+        num_requests, num_rows = batch.batch_size, batch.input_ids.shape[0]
+        request = torch.arange(num_requests, device=batch.input_ids.device)
         if batch.forward_mode.is_decode():
-            request, first = requests, batch.seq_lens.long() - 1
+            first = batch.seq_lens.long() - 1
         else:
-            request = torch.repeat_interleave(requests, batch.extend_seq_lens.long(), output_size=num_rows)
+            request = torch.repeat_interleave(request, batch.extend_seq_lens.long(), output_size=num_rows)
             first = batch.extend_prefix_lens.long()
+        slots = batch.req_pool_indices.long()
+        step = self.step(slots, request, batch.input_ids.long(), batch.positions.long(), first)
+        return Batch(step, self.caches(slots, int(batch.seq_lens_cpu.max())))
 
-        rows = batch.req_pool_indices.long()
-        slots = self.req_to_token_pool.req_to_token
-        longest = int(batch.seq_lens_cpu.max())
+    def step(
+        self,
+        slots: torch.Tensor,
+        request: torch.Tensor,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        first: torch.Tensor,
+    ) -> Step:
+        """A step of these rows; notes their tokens for the n-grams of later steps.
+
+        Args:
+            slots: int64 ``[num_requests]``; each request's row in SGLang's table of token slots.
+            request, token_ids, positions: int64 ``[num_rows]``, as in ``Step``.
+            first: int64 ``[num_requests]``, the position of each request's first row.
+        """
+        pool, table = self.token_to_kv_pool, self.req_to_token_pool.req_to_token
+        pool.token_ids[table[slots[request], positions].long()] = token_ids.int()
+        before = first[:, None] - torch.arange(1, self.context_length + 1, device=token_ids.device)
+        known = pool.token_ids[table[slots[:, None], before.clamp(min=0)].long()].long()
+        return Step(token_ids, positions, request, torch.where(before < 0, NO_TOKEN, known))
+
+    def caches(self, slots: torch.Tensor, longest: int) -> Caches:
+        """The caches of some requests.
+
+        Args:
+            slots: As for :meth:`step`.
+            longest: How many positions of each to address; more than a request has is harmless.
+        """
+        pool, page_size = self.token_to_kv_pool, self.token_to_kv_pool.page_size
+        table = self.req_to_token_pool.req_to_token
         # The first slot of a page names it: slots of a page are handed out together, in both pools.
-        heads = slots[rows, : max(longest, 1) : page_size].long()
-        full_table = heads // page_size
+        heads = table[slots, : max(longest, 1) : page_size].long()
         window_table = pool.translate_loc_from_full_to_swa(heads) // page_size
         # One column further than the last token: half a pair has a column too.
-        pair_table = slots[rows, 1 : longest + 1 : 2] if pool.cuts_entries else None
-
-        pool.token_ids[batch.out_cache_loc] = token_ids.int()
-        before = first[:, None] - torch.arange(1, self.context_length + 1, device=token_ids.device)
-        known = pool.token_ids[slots[rows[:, None], before.clamp(min=0)].long()].long()
-        step = Step(
-            token_ids=token_ids,
-            positions=batch.positions.long(),
-            request=request,
-            context_ids=torch.where(before < 0, NO_TOKEN, known),
-        )
-        return Batch(step, pool.caches(full_table, window_table, pair_table))
+        pair_table = table[slots, 1 : longest + 1 : 2] if pool.cuts_entries else None
+        return pool.caches(heads // page_size, window_table, pair_table)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         raise NotImplementedError("deepinfer_plugins runs without CUDA graphs yet; leave --cuda-graph-* out")

@@ -134,6 +134,7 @@ def _refusals(cfg: Any, asked: Any) -> list[str]:
             (cfg.enable_torch_compile, "--enable-torch-compile"),
             (cfg.enable_deterministic_inference, "--enable-deterministic-inference"),
             (cfg.enable_return_hidden_states, "--enable-return-hidden-states"),
+            (cfg.enable_watermark, "--enable-watermark"),
             (cfg.disable_hybrid_swa_memory, "--disable-hybrid-swa-memory"),
             (bool(cfg.enable_decoder_swa_bounded_replay), "--enable-decoder-swa-bounded-replay"),
             (bool(cfg.enable_encoder_swa_bounded_replay), "--enable-encoder-swa-bounded-replay"),
@@ -183,6 +184,7 @@ def _own_model(server_args: Any, previous: Any) -> None:
 
         Checkpoint.open(cfg.model_path)
     ensure_active()
+    _number_samples()
     # Before, so that what the native step derives from these is right; after, because it sets two of them
     # for its own backend whatever was asked.
     declare_resolution(server_args, "deepinfer", **_defaults(server_args))
@@ -209,6 +211,15 @@ def ensure_active() -> None:
             f"SGLANG_EXTERNAL_MODEL_PACKAGE={MODELS} in the environment, or DEEPINFER_PLUGINS_MODEL=native to "
             "have that class."
         )
+
+
+def _number_samples() -> None:
+    """Here, because this runs in the process that takes requests, and only for our model."""
+    from deepinfer_plugins.core import patch
+    from deepinfer_plugins.sglang_ext import seeds
+    from deepinfer_plugins.sglang_ext.v0_5_23 import patches
+
+    patch.wrap(patches.PARALLEL_SEEDS, seeds.numbering)
 
 
 def _defaults(server_args: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from deepinfer_plugins.platforms.detect import want
 from deepinfer_plugins.sglang_ext.attention import StepBackend
 from deepinfer_plugins.sglang_ext.cache import CachePool, Sizes
 from deepinfer_plugins.sglang_ext.hooks import ATTENTION_BACKEND, is_release
+from deepinfer_plugins.sglang_ext.sampling import SEED_KEY, Sampling
 from deepinfer_plugins.sglang_ext.v0_5_23 import patches
 
 _LOG = logging.getLogger("deepinfer_plugins")
@@ -58,6 +59,12 @@ def build(checkpoint: Checkpoint, device: torch.device) -> DeepseekV41:
     )
 
 
+def sampling(network: DeepseekV41) -> Sampling:
+    """What samples from the model's logits."""
+    settings = Settings.from_env()
+    return Sampling(network.ops, settings.verify, want(settings).batch_invariant)
+
+
 def load_weights(network: DeepseekV41, checkpoint: Checkpoint) -> None:
     """Stream every tensor of the model into place."""
     load(network, checkpoint, progress=sys.stdout.isatty())
@@ -68,6 +75,9 @@ def _install(config: ModelConfig) -> None:
     patch.wrap(patches.KV_POOL, _own_pool(specs))
     patch.apply(patches.POOL_SIZES, lambda kvc: Sizes(kvc, specs))
     patch.wrap(patches.PROMPT, _checked_prompt(config.vocab_size))
+    patch.wrap(patches.ADMIT, _admitting)
+    patch.apply(patches.SAMPLE, _sample)
+    patch.wrap(patches.SEED_REPORT, _once)
     register_attention_backend(ATTENTION_BACKEND)(
         lambda runner: StepBackend(runner, context_length=config.engram_max_ngram_size - 1)
     )
@@ -110,3 +120,23 @@ def _checked_prompt(vocab_size: int) -> Callable[[Any], Any]:
         return validate_input_length
 
     return wrapper
+
+
+def _admitting(original: Any) -> Any:
+    def forward_batch_generation(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if batch is not None:
+            self.model_runner.model.sampling.admit(self.model_runner, batch)
+        return original(self, batch, *args, **kwargs)
+
+    return forward_batch_generation
+
+
+def _sample(self: Any, logits_output: Any, forward_batch: Any) -> torch.Tensor:
+    return self.model.sampling.sample(logits_output, forward_batch)
+
+
+def _once(original: Any) -> Any:
+    def is_request_level_customized_info_key(self: Any, key: str) -> bool:
+        return key == SEED_KEY or original(self, key)
+
+    return is_request_level_customized_info_key

@@ -46,6 +46,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         device = torch.empty(0).device
         self.checkpoint = runtime.open_checkpoint()
         self.network = runtime.build(self.checkpoint, device)
+        self.sampling = runtime.sampling(self.network)
         self.logits_processor = LogitsProcessor(config)
         self.lm_head = _Head(self.network)
 

@@ -1,4 +1,4 @@
-"""What we replace inside SGLang 0.5.23. Applied in the process that builds the model, by it."""
+"""What we replace inside SGLang 0.5.23, and why."""
 
 from __future__ import annotations
 
@@ -32,4 +32,43 @@ PROMPT = Patch(
     parameters=("req", "max_req_input_len", "allow_auto_truncate"),
 )
 
-PATCHES: tuple[Patch, ...] = (KV_POOL, POOL_SIZES, PROMPT)
+ADMIT = Patch(
+    target="sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation",
+    why=(
+        "our sampler keeps each request's parameters and tokens on the device, and here a batch and its requests "
+        "are at hand, on the stream that the batch runs on"
+    ),
+    upstream="none",
+    remove_when="a sampler of register_sampler_backend is told which requests come and which rows are theirs",
+    parameters=("self", "batch"),
+)
+SAMPLE = Patch(
+    target="sglang.srt.model_executor.model_runner:ModelRunner.sample",
+    why=(
+        "SGLang heeds a request's seed in its deterministic mode only, and adds penalties and filters in another order "
+        "and precision than vLLM does; ours makes a token a function of its logits, the request and its position"
+    ),
+    upstream="none",
+    remove_when="a sampler of register_sampler_backend is told which requests come and which rows are theirs",
+    parameters=("self", "logits_output", "forward_batch"),
+)
+SEED_REPORT = Patch(
+    target=(
+        "sglang.srt.managers.scheduler_components.output_streamer:"
+        "SchedulerOutputStreamer.is_request_level_customized_info_key"
+    ),
+    why="a request's seed is reported once, and SGLang would look for one for every token",
+    upstream="none",
+    remove_when="SGLang reports the seed that a request was sampled with",
+    parameters=("self", "key"),
+)
+PARALLEL_SEEDS = Patch(
+    target="sglang.srt.managers.tokenizer_manager:TokenizerManager._send_one_request",
+    why="the n samples of a request with a seed would be n times the same",
+    upstream="none",
+    remove_when="SGLang gives each parallel sample a seed of its own",
+    parameters=("self", "tokenized_obj"),
+)
+
+# Made in the process that builds the model; PARALLEL_SEEDS in the one that takes requests.
+PATCHES: tuple[Patch, ...] = (KV_POOL, POOL_SIZES, PROMPT, ADMIT, SAMPLE, SEED_REPORT, PARALLEL_SEEDS)
