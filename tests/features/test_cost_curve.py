@@ -69,14 +69,15 @@ def test_sampler_is_the_median_at_the_number_of_requests_or_of_all() -> None:
     assert model.sampler_ms(3) == 0.0
     for ms in (1.0, 2.0, 3.0, 10.0):
         model.observe_sampler(3, ms)
-    assert model.sampler_ms(3) == model.sampler_ms(7) == 2.5, "four samples are too few"
+    model.observe_sampler(8, 4.0)
+    assert model.sampler_ms(3) == model.sampler_ms(7) == 3.0, "four samples are too few"
     model.observe_sampler(3, 11.0)
-    assert model.sampler_ms(3) == 3.0
+    assert (model.sampler_ms(3), model.sampler_ms(7)) == (3.0, 3.5)
     for _ in range(9):
         model.observe_sampler(3, 20.0)
     assert model.sampler_ms(3) == 20.0, "only the last nine count"
     model.observe_sampler(7, 1.0)
-    assert model.sampler_ms(7) == float(np.median([1, 2, 3, 10, 11, *[20] * 9, 1]))
+    assert model.sampler_ms(7) == float(np.median([1, 2, 3, 10, 4, 11, *[20] * 9, 1]))
     assert model.step_ms(1, 1, 3).tolist() == [22, 23]
 
 
