@@ -43,9 +43,22 @@ def order_keys(logits: torch.Tensor) -> torch.Tensor:
     return (rising << 32) - ids
 
 
-def scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """``logits / temperature`` in float64; ``logits`` themselves where the temperature is 0."""
-    return logits.double() / torch.where(temperature == 0, 1.0, temperature)[:, None]
+def shift(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x - max x`` with ``x = logits / temperature``, and where the maximum is.
+
+    Args:
+        logits: ``[n, vocab_size]``, float32.
+        temperature: ``[n]``, float64; 0 counts as 1.
+
+    Returns:
+        shifted: ``[n, vocab_size]``, float64; 0 at the first maximum even in a row all of which is barred.
+        best: ``[n, 1]``, int64: the first maximum.
+    """
+    x = logits.double() / torch.where(temperature == 0, 1.0, temperature)[:, None]
+    best = logits.argmax(dim=1, keepdim=True)
+    # Not minus infinity less itself.
+    top = x.gather(1, best).clamp(min=torch.finfo(torch.float64).min)
+    return (x - top).scatter_(1, best, 0.0), best
 
 
 def filtered(
@@ -80,10 +93,7 @@ def filtered(
         mass: ``[n]``, int64: the sum of the masses of what stays.
     """
     num_entries = logits.shape[1]
-    x = scaled(logits, temperature)
-    best = logits.argmax(dim=1, keepdim=True)
-    # Zero at the best entry even in a row all of which is barred.
-    shifted = (x - x.gather(1, best)).scatter_(1, best, 0.0)
+    shifted, best = shift(logits, temperature)
     weights = elementary.exp(shifted)
     masses = (weights * float(ONE)).add_(0.5).floor_().to(torch.int64)
     kept = logits > -math.inf

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from deepinfer_plugins.kernels import filtering, noise
@@ -19,7 +17,7 @@ def sample(
     position: torch.Tensor,
     stream: torch.Tensor,
 ) -> torch.Tensor:
-    """The entry with the highest ``logit / temperature + gumbel`` of those that the filters keep.
+    """The entry with the highest ``x - max x + gumbel``, ``x = logits / temperature``, of those that the filters keep.
 
     Args:
         logits: ``[n, vocab_size]``, float32; -inf for what is barred.
@@ -37,8 +35,9 @@ def sample(
     """
     if temperature is None:
         return logits.argmax(dim=1)
-    scores = filtering.scaled(logits, temperature) + noise.gumbel(seed, position, stream, logits.shape[1])
-    if min_p is not None or top_k is not None or top_p is not None:
+    if min_p is None and top_k is None and top_p is None:
+        shifted, _ = filtering.shift(logits, temperature)
+    else:
         shifted, _ = filtering.filtered(logits, temperature, min_p, top_k, top_p)
-        scores = scores.masked_fill_(shifted == -math.inf, -math.inf)
+    scores = shifted + noise.gumbel(seed, position, stream, logits.shape[1])
     return torch.where(temperature == 0, logits.argmax(dim=1), scores.argmax(dim=1))
