@@ -26,6 +26,14 @@ class Engine(StrEnum):
     sglang = "sglang"
 
 
+class Runs(StrEnum):
+    """What a checkpoint can be evaluated with."""
+
+    reference = "reference"
+    vllm = "vllm"
+    sglang = "sglang"
+
+
 @app.command()
 def doctor(
     engine: Annotated[Engine | None, typer.Option(help="Default: the one that is installed.")] = None,
@@ -67,6 +75,53 @@ def make_checkpoint(
     from deepinfer_plugins.commands.make_checkpoint import main as run
 
     raise typer.Exit(run(folder, shape, seed, shard_bytes, weights))
+
+
+@app.command()
+def calibrate(
+    logs: Annotated[list[Path], typer.Argument(metavar="LOG...", help="Acceptance logs.")],
+    output: Annotated[Path | None, typer.Option(help="Write what was found to this file, as JSON.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw reliability diagrams into this .png or .svg file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Fit the temperatures of the draft's confidences, one per position, to acceptance logs.
+
+    DEEPINFER_PLUGINS_ACCEPTANCE_LOG=FILE makes an engine write such a log.
+    """
+    from deepinfer_plugins.commands.calibrate import main as run
+
+    raise typer.Exit(run(logs, output, plot, as_json))
+
+
+@app.command()
+def evaluate(
+    engine: Annotated[
+        Runs, typer.Option(help="What runs the model; reference needs no engine.")
+    ] = Runs.reference,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder or Hugging Face id; default: DEEPINFER_HF_MODEL_DIR, or the one shipped."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=0, help="Held-out tokens to score.")] = 8192,
+    prompts: Annotated[int, typer.Option(min=0, help="Held-out prompts to continue.")] = 48,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens after each prompt.")] = 96,
+    drafts: Annotated[int, typer.Option(min=0, max=8, help="Drafts per step.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the choice of text.")] = 0,
+    acceptance_log: Annotated[
+        Path | None, typer.Option(help="Also add the acceptance log, for calibrate, to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure perplexity on held-out text against an n-gram model's, and acceptance and calibration of drafts.
+
+    The exit status is 1 if a value is not as good as the shipped checkpoint's must be, and 2 if it can't be measured.
+    """
+    from deepinfer_plugins.commands.evaluate import Request, main
+
+    request = Request(engine.value, model, tokens, prompts, new_tokens, drafts, seed, acceptance_log)
+    raise typer.Exit(main(request, as_json))
 
 
 @app.command()

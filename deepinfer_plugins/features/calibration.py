@@ -336,7 +336,7 @@ class Position:
         pooled: Whether it is the latter.
         error_before, error_after: Expected calibration error at temperature 1, and at ``temperature``.
         likelihood_before, likelihood_after: Mean negative log-likelihood, likewise.
-        bins: Reliability at ``temperature``.
+        bins_before, bins_after: Reliability, likewise.
     """
 
     position: int
@@ -348,7 +348,8 @@ class Position:
     error_after: float
     likelihood_before: float
     likelihood_after: float
-    bins: tuple[Bin, ...]
+    bins_before: tuple[Bin, ...]
+    bins_after: tuple[Bin, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,7 +415,8 @@ def calibrate(log: Acceptance, bins: int = BINS) -> Calibration:
                 error_after=expected_calibration_error(after, outcomes, bins),
                 likelihood_before=negative_log_likelihood(logits, outcomes, 1.0),
                 likelihood_after=negative_log_likelihood(logits, outcomes, temperature),
-                bins=tuple(reliability(after, outcomes, bins)),
+                bins_before=tuple(reliability(before, outcomes, bins)),
+                bins_after=tuple(reliability(after, outcomes, bins)),
             )
         )
     return Calibration(len(log.verified), tuple(positions))
