@@ -128,7 +128,7 @@ def test_a_missing_seam_is_named(target: str, parameters: tuple[str, ...]) -> No
 
 
 def test_patches_point_at_something_and_say_why() -> None:
-    for each in patches.PATCHES:
+    for each in (*patches.PATCHES, *patches.ENGINE_PATCHES, *patches.WORKER_PATCHES):
         assert patch.check(each) == ""
         assert each.why and each.upstream and each.remove_when
 
@@ -181,10 +181,14 @@ def configuration(**parallel: int) -> Any:
     names = ("tensor", "pipeline", "data", "prefill_context", "decode_context")
     sizes = {f"{name}_parallel_size": parallel.get(name, 1) for name in names}
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(**sizes),
+        parallel_config=SimpleNamespace(**sizes, worker_cls="theirs"),
         speculative_config=None,
         compilation_config=SimpleNamespace(),
-        model_config=SimpleNamespace(dtype="torch.bfloat16", hf_overrides={}),
+        model_config=SimpleNamespace(
+            dtype="torch.bfloat16", hf_overrides={}, return_sampling_mask=False, enable_trace_replay=False
+        ),
+        watermark_config=None,
+        weight_transfer_config=None,
         load_config=SimpleNamespace(load_format="auto"),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         use_v2_model_runner=True,
@@ -199,13 +203,38 @@ def test_what_is_not_there_yet_is_refused_by_its_flag() -> None:
     for name in ("tensor", "pipeline", "data", "prefill_context", "decode_context"):
         with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}-parallel-size 2"):
             defaults.apply(configuration(**{name: 2}))
-    drafting = configuration()
-    drafting.speculative_config = object()
-    with pytest.raises(ValueError, match="--speculative-config"):
-        defaults.apply(drafting)
     fine = configuration()
     defaults.apply(fine)
     assert fine.compilation_config.cudagraph_mode is CUDAGraphMode.NONE
+    for _ in range(2):
+        defaults.set_worker(fine, "theirs", "ours")
+        assert fine.parallel_config.worker_cls == "ours"
+    fine.parallel_config.worker_cls = "somebody.Worker"
+    with pytest.raises(ValueError, match="--worker-cls somebody.Worker"):
+        defaults.set_worker(fine, "theirs", "ours")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"method": "ngram", "architectures": ["Other"]}, "method ngram.*method dspark"),
+        ({"num_speculative_tokens": 9}, "num_speculative_tokens 9.*1 to 8"),
+        ({"rejection_sample_method": "block"}, "rejection_sample_method block.*DEEPINFER_PLUGINS_VERIFY"),
+    ],
+)
+def test_speculation_that_is_not_ours_is_refused(asked: dict[str, Any], said: str) -> None:
+    from types import SimpleNamespace
+
+    from deepinfer_plugins.vllm_ext.v0_33 import defaults
+
+    drafting = configuration()
+    plain = {"method": "dspark", "num_speculative_tokens": 5, "rejection_sample_method": "standard"}
+    architectures = asked.pop("architectures", ["DSparkV41DraftModel"])
+    drafting.speculative_config = SimpleNamespace(
+        draft_model_config=SimpleNamespace(architectures=architectures), **{**plain, **asked}
+    )
+    with pytest.raises(ValueError, match=said):
+        defaults.apply(drafting)
 
 
 REFUSED = """

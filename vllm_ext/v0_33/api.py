@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheLayout,
@@ -23,8 +24,14 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
     UniformTypeKVCacheSpecs,
 )
-from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 __all__ = [
@@ -45,6 +52,14 @@ __all__ = [
     "UniformTypeKVCacheSpecs",
     "VllmConfig",
     "download_weights_from_hf",
+    "DraftModelSpeculator",
+    "LogitsContext",
+    "NewRequestData",
+    "Sampler",
+    "SamplerOutput",
+    "compute_topk_scores",
+    "get_num_nans",
+    "get_num_sampled_and_rejected",
     "envs",
     "get_forward_context",
 ]

@@ -9,11 +9,13 @@ import torch
 from vllm.platforms.cpu import CpuPlatform
 
 from deepinfer_plugins.platforms.cpu import CPU
-from deepinfer_plugins.vllm_ext.v0_33 import cpu_kernels, defaults
+from deepinfer_plugins.vllm_ext.v0_33 import cpu_kernels, defaults, patches
 
 # A CPU that interprets its kernels does not reach the release's million positions, and tables of that
 # length cost memory before the first token.
 _LENGTH_LIMIT = 8192
+_THEIRS = "vllm.v1.worker.cpu_worker.CPUWorker"
+_OURS = "deepinfer_plugins.vllm_ext.v0_33.cpu_worker.DeepInferCpuWorker"
 
 _operators: list[torch.library.Library] = []
 
@@ -60,7 +62,17 @@ class DeepInferCpuPlatform(CpuPlatform):
             parallel.distributed_executor_backend,
         ) = asked
         defaults.apply(vllm_config)
+        defaults.set_worker(vllm_config, _THEIRS, _OURS)
+        patches.apply_in_engine()
         cls._fit(vllm_config)
+
+    @classmethod
+    def register_custom_kv_cache_specs(cls, vllm_config: Any) -> None:
+        super().register_custom_kv_cache_specs(vllm_config)
+        # Too early for its imports while this module is.
+        from deepinfer_plugins.vllm_ext.v0_33 import draft_cache
+
+        draft_cache.register()
 
     @classmethod
     def _fit(cls, vllm_config: Any) -> None:

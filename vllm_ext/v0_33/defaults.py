@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 ARCHITECTURE = "DeepseekV41ForCausalLM"
+DRAFT_ARCHITECTURE = "DSparkV41DraftModel"
+# As many drafts as a request may have.
+_MAX_DEPTH = 8
 # Those in which vLLM hands the model the checkpoint's own tensors.
 _LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors")
 
@@ -13,6 +16,12 @@ def runs_our_model(vllm_config: Any) -> bool:
     """Whether this configuration is of the model that we register."""
     model = vllm_config.model_config
     return model is not None and ARCHITECTURE in model.architectures
+
+
+def has_our_draft(speculative: Any) -> bool:
+    """Whether this speculative configuration is of the draft that comes with our model."""
+    draft = speculative.draft_model_config
+    return draft is not None and DRAFT_ARCHITECTURE in draft.architectures
 
 
 def _refusals(vllm_config: Any) -> list[str]:
@@ -29,6 +38,10 @@ def _refusals(vllm_config: Any) -> list[str]:
                 cache.cache_dtype != "auto" and not cache.cache_dtype.startswith("fp8"),
                 f"--kv-cache-dtype {cache.cache_dtype}",
             ),
+            (model.return_sampling_mask, "--return-sampling-mask"),
+            (model.enable_trace_replay, "--enable-trace-replay"),
+            (vllm_config.watermark_config is not None, "--watermark-config"),
+            (vllm_config.weight_transfer_config is not None, "--weight-transfer-config"),
             (
                 not vllm_config.use_v2_model_runner,
                 "vLLM's V1 model runner, which VLLM_USE_V2_MODEL_RUNNER=0 or another option chose",
@@ -36,6 +49,40 @@ def _refusals(vllm_config: Any) -> list[str]:
         )
         if unsupported
     ]
+
+
+def _check_speculation(speculative: Any) -> None:
+    """Refuse what our draft and our verification would not do as asked."""
+    depth = speculative.num_speculative_tokens
+    if not has_our_draft(speculative):
+        raise ValueError(
+            f"--speculative-config method {speculative.method}: deepinfer_plugins drafts with the model's own layers; "
+            "use method dspark without a model, or set DEEPINFER_PLUGINS_MODEL=native for vLLM's own model"
+        )
+    if not 1 <= depth <= _MAX_DEPTH:
+        raise ValueError(
+            f"--speculative-config num_speculative_tokens {depth}: supported are 1 to {_MAX_DEPTH}"
+        )
+    if speculative.rejection_sample_method != "standard":
+        raise ValueError(
+            f"--speculative-config rejection_sample_method {speculative.rejection_sample_method}: deepinfer_plugins "
+            "verifies by DEEPINFER_PLUGINS_VERIFY=auto, coupling or rejection; leave it out"
+        )
+
+
+def set_worker(vllm_config: Any, theirs: str, ours: str) -> None:
+    """Put our worker in the place of the platform's.
+
+    Raises:
+        ValueError: If the user chose another one.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.worker_cls not in (theirs, ours):
+        raise ValueError(
+            f"--worker-cls {parallel.worker_cls}: deepinfer_plugins runs the model in a worker of its own; leave it "
+            "out, or set DEEPINFER_PLUGINS_MODEL=native for vLLM's own model"
+        )
+    parallel.worker_cls = ours
 
 
 def apply(vllm_config: Any) -> None:
@@ -58,10 +105,7 @@ def apply(vllm_config: Any) -> None:
                 "DEEPINFER_PLUGINS_MODEL=native for vLLM's own model"
             )
     if vllm_config.speculative_config is not None:
-        raise ValueError(
-            "--speculative-config: this version of deepinfer_plugins does not draft; leave it out, or set "
-            "DEEPINFER_PLUGINS_MODEL=native for vLLM's own model"
-        )
+        _check_speculation(vllm_config.speculative_config)
     if refusals := _refusals(vllm_config):
         raise ValueError(
             f"deepinfer_plugins does not run DeepSeek-V4.1 with {', '.join(refusals)} yet. Leave that out, or set "

@@ -11,7 +11,8 @@ from deepinfer_plugins.core.settings import SettingError, Settings
 from deepinfer_plugins.vllm_ext.v0_33 import defaults
 
 # vLLM's name -> ours. A package, since vLLM caches what it knows of a class by the hash of the files beside it.
-MODELS = {"DeepseekV41ForCausalLM": "deepinfer_plugins.vllm_ext.v0_33.deepseek_v41:DeepseekV41ForCausalLM"}
+_PACKAGE = "deepinfer_plugins.vllm_ext.v0_33.deepseek_v41"
+MODELS = {name: f"{_PACKAGE}:{name}" for name in ("DeepseekV41ForCausalLM", "DSparkV41DraftModel")}
 
 LOCAL_FOLDER = Patch(
     target="vllm.engine.arg_utils:EngineArgs.create_model_config",
@@ -35,7 +36,56 @@ INVARIANT_OPERATORS = Patch(
     remove_when="a model can say that it needs no replacements",
 )
 
+SPECULATOR = Patch(
+    target="vllm.v1.worker.gpu.model_runner:init_speculator",
+    why="vLLM's DSpark runs a draft model of its own; ours is a part of the target and draws with the target's noise",
+    upstream="vllm-project/vllm#36219",
+    remove_when="speculators can be registered",
+    parameters=("vllm_config", "device", "req_states"),
+)
+
+NO_HIDDEN_STATES = Patch(
+    target="vllm.v1.worker.gpu.model_runner:requires_aux_hidden_states",
+    why="vLLM would ask the target for the hidden states of some layers; our forward makes the draft's keys of them",
+    upstream="none",
+    remove_when="a speculator can say what it needs of the target",
+    parameters=("spec_config",),
+)
+
+ALL_PARAMETERS = Patch(
+    target="vllm.sampling_params:SamplingParams._validate_spec_decode",
+    why="vLLM verifies drafts without min_p and logit_bias and so refuses them; we verify with every parameter",
+    upstream="none",
+    remove_when="vLLM supports both under speculation",
+    parameters=("speculative_config",),
+)
+
+SEED_CHOSEN = Patch(
+    target="vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+    why="the worker would draw the seed of a request that has none: nobody learns it, and a preemption changes it",
+    upstream="none",
+    remove_when="vLLM reports the seed that it drew",
+)
+
+SEED_KEPT = Patch(
+    target="vllm.v1.engine.output_processor:RequestState.from_new_request",
+    why="the front end forgets a request's seed, which is to be reported",
+    upstream="none",
+    remove_when="vLLM reports the seed that it drew",
+    parameters=("request",),
+)
+
+SEED_REPORTED = Patch(
+    target="vllm.v1.engine.output_processor:RequestState._new_completion_output",
+    why="a sample is to name its seed",
+    upstream="none",
+    remove_when="vLLM reports the seed that it drew",
+)
+
+# Made when vLLM loads its plugins; when it configures our model; and when a worker starts for that.
 PATCHES: tuple[Patch, ...] = (LOCAL_FOLDER, OFFLINE, INVARIANT_OPERATORS)
+ENGINE_PATCHES: tuple[Patch, ...] = (ALL_PARAMETERS, SEED_CHOSEN, SEED_KEPT, SEED_REPORTED)
+WORKER_PATCHES: tuple[Patch, ...] = (SPECULATOR, NO_HIDDEN_STATES)
 
 _FOLDER = "DEEPINFER_HF_MODEL_DIR"
 _RELEASE = "deepseek-v4.1-flash"
@@ -47,6 +97,47 @@ def apply(settings: Settings) -> None:
     wrap(INVARIANT_OPERATORS, _for_other_models)
     if settings.hf_model_dir is not None:
         wrap(LOCAL_FOLDER, _with_folder)
+
+
+def apply_in_engine() -> None:
+    """Apply what the engine around our model needs. Applying again does nothing."""
+    from deepinfer_plugins.vllm_ext.v0_33 import seeds
+
+    wrap(ALL_PARAMETERS, _with_other_drafts)
+    wrap(SEED_CHOSEN, seeds.choosing)
+    wrap(SEED_KEPT, seeds.keeping)
+    wrap(SEED_REPORTED, seeds.reporting)
+
+
+def apply_in_worker() -> None:
+    """Apply what the runner of our model needs. Applying again does nothing."""
+    wrap(SPECULATOR, _own_speculator)
+    wrap(NO_HIDDEN_STATES, _none_for_our_draft)
+
+
+def _own_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
+    from deepinfer_plugins.vllm_ext.v0_33.deepseek_v41.speculator import Speculator
+
+    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
+        made = Speculator if defaults.runs_our_model(vllm_config) else original
+        return made(vllm_config, device, req_states)
+
+    return init_speculator
+
+
+def _none_for_our_draft(original: Callable[..., Any]) -> Callable[..., Any]:
+    def requires_aux_hidden_states(spec_config: Any) -> bool:
+        return not defaults.has_our_draft(spec_config) and bool(original(spec_config))
+
+    return requires_aux_hidden_states
+
+
+def _with_other_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
+        if speculative_config is None or not defaults.has_our_draft(speculative_config):
+            original(self, speculative_config)
+
+    return _validate_spec_decode
 
 
 def _with_reason(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -75,6 +75,51 @@ SEAMS = (
     Seam("vllm.v1.worker.gpu.input_batch:InputBatch.query_start_loc", "first row of a request"),
     Seam("vllm.v1.worker.gpu.input_batch:InputBatch.positions", "its position"),
     Seam("vllm.v1.worker.gpu.states:RequestState.all_token_ids", "the token record"),
+    Seam("vllm.v1.worker.gpu.states:RequestState.draft_tokens", "what a request verifies next"),
+    Seam("vllm.v1.worker.gpu.states:RequestState.num_computed_tokens", "where a request's next draft starts"),
+    Seam("vllm.v1.worker.gpu.states:RequestState.last_sampled_tokens", "what it starts from"),
+    Seam(
+        "vllm.v1.worker.gpu.model_states.interface:ModelState.custom_sampler",
+        "sample by ourselves",
+        ("sampler",),
+    ),
+    Seam("vllm.v1.worker.gpu.sample.sampler:Sampler.get_logprobs_dims", "logprobs that requests ask for"),
+    Seam("vllm.v1.worker.gpu.sample.sampler:Sampler.logits_processors", "the user's own processors"),
+    Seam("vllm.v1.worker.gpu.sample.sampler:Sampler.thinking_budget_state", "budgets of thinking tokens"),
+    Seam(
+        "vllm.v1.worker.gpu.sample.logprob:compute_topk_scores",
+        "report logprobs",
+        (
+            "logits",
+            "num_logprobs",
+            "sampled_token_ids",
+            "cu_num_logits",
+            "expanded_idx_mapping",
+            "logits_mode",
+        ),
+    ),
+    Seam("vllm.v1.worker.gpu.input_batch:get_num_sampled_and_rejected", "nothing is sampled within a prompt"),
+    Seam("vllm.v1.worker.gpu.input_batch:InputBatch.expanded_local_pos", "drafts before a row"),
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.observe_verification",
+        "see what became of drafts",
+        ("idx_mapping", "num_sampled", "num_rejected"),
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator.propose",
+        "draft",
+        ("input_batch", "attn_metadata", "dummy_run", "num_speculative_tokens"),
+    ),
+    Seam("vllm.v1.worker.gpu_worker:Worker.init_device", "change the runner before it is made"),
+    Seam("vllm.v1.worker.gpu_worker:Worker.reload_weights", "refuse in time"),
+    Seam("vllm.v1.worker.cpu_worker:CPUWorker.init_device", "change the runner before it is made"),
+    Seam("vllm.platforms.interface:Platform.register_custom_kv_cache_specs", "register the draft's caches"),
+    Seam("vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register", "the same"),
+    Seam(
+        "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.find_longest_cache_hit",
+        "never shorten a prefix hit",
+        ("block_hashes", "max_length", "kv_cache_group_ids", "block_pool", "alignment_tokens"),
+    ),
 )
 
 

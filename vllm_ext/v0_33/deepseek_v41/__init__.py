@@ -6,13 +6,13 @@ It turns vLLM's batch into a :class:`~deepinfer_plugins.model.step.Step`. It com
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from deepinfer_plugins.model.caches import cache_specs
-from deepinfer_plugins.model.step import Step
+from deepinfer_plugins.model.step import Caches, Paged, Step
 from deepinfer_plugins.vllm_ext.v0_33 import api
 from deepinfer_plugins.vllm_ext.v0_33.deepseek_v41 import caches, weights
 from deepinfer_plugins.vllm_ext.v0_33.deepseek_v41.state import DeepseekV41State
@@ -35,7 +35,8 @@ class DeepseekV41ForCausalLM(torch.nn.Module):
         self.checkpoint = weights.find(vllm_config)
         self.model = weights.build(self.checkpoint, vllm_config)
         self.config = self.model.config
-        self.caches = caches.register(cache_specs(self.config), vllm_config)
+        drafts = vllm_config.speculative_config is not None
+        self.caches = caches.register(cache_specs(self.config, drafts), vllm_config)
         self.context_depth: int = self.config.engram_max_ngram_size - 1
         self._is_loaded = False
         self._shows_progress: bool = vllm_config.load_config.use_tqdm_on_load and sys.stdout.isatty()
@@ -91,7 +92,8 @@ class DeepseekV41ForCausalLM(torch.nn.Module):
         batch = metadata[self.caches[0].name]
         num_rows, start = batch.num_actual_tokens, batch.query_start_loc.long()
         step = Step(
-            token_ids=input_ids[:num_rows].long(),
+            # Where a draft is due and none was made, vLLM has -1: any token will do, it is not accepted.
+            token_ids=input_ids[:num_rows].long().clamp(min=0),
             positions=positions[:num_rows].long(),
             request=torch.repeat_interleave(start.diff(), output_size=num_rows),
             context_ids=context_ids,
@@ -112,7 +114,38 @@ class DeepseekV41ForCausalLM(torch.nn.Module):
             request=row // length,
             context_ids=input_ids.new_zeros((num_requests, self.context_depth), dtype=torch.int64),
         )
-        return self.model(step, caches.scratch(self.caches, num_requests, length, input_ids.device))
+        return self.model(step, self.scratch_caches(num_requests, length))
+
+    def scratch_caches(self, num_requests: int, length: int) -> Caches:
+        """Caches for requests of some length that exist for one call."""
+        return caches.scratch(self.caches, num_requests, length, self.model.embed.device)
+
+    def draft_caches(self, metadata: Mapping[str, api.CommonAttentionMetadata]) -> Mapping[int, Paged]:
+        """The draft's caches as the step sees them, by draft layer."""
+        return caches.caches(self.caches, metadata).draft
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.model.logits(hidden_states)
+
+
+class DSparkV41DraftModel(torch.nn.Module):
+    """The name that vLLM looks up when it configures the draft.
+
+    There is nothing of its own to load: :class:`DeepseekV41ForCausalLM` holds the draft layers, and
+    :class:`~deepinfer_plugins.vllm_ext.v0_33.deepseek_v41.speculator.Speculator` runs them.
+    """
+
+    def __init__(self, *, vllm_config: api.VllmConfig, prefix: str = "") -> None:
+        raise NotImplementedError(
+            "the draft is a part of DeepSeek-V4.1-Flash: load that, with "
+            '--speculative-config \'{"method": "dspark", "num_speculative_tokens": 5}\''
+        )
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError

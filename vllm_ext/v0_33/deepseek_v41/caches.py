@@ -16,6 +16,7 @@ import torch
 from deepinfer_plugins.model.caches import CacheSpec
 from deepinfer_plugins.model.step import Caches, Paged
 from deepinfer_plugins.vllm_ext.v0_33 import api
+from deepinfer_plugins.vllm_ext.v0_33.draft_cache import DraftWindowSpec
 
 # Tokens per block of the caches that keep the whole context, unless --block-size says otherwise.
 DEFAULT_BLOCK = 128
@@ -117,7 +118,8 @@ class CacheLayer(torch.nn.Module, api.AttentionLayerBase):
             block_stride_alignment=_ALIGNMENT,
         )
         if self.cache.window is not None:
-            return api.SlidingWindowMLASpec(sliding_window=self.cache.window, **common)
+            kind = DraftWindowSpec if self.cache.kind == "draft" else api.SlidingWindowMLASpec
+            return kind(sliding_window=self.cache.window, **common)
         return api.MLAAttentionSpec(tokens_per_state=self.cache.ratio, **common)
 
     def paged(self, metadata: api.CommonAttentionMetadata) -> Paged:
@@ -189,7 +191,8 @@ def group(vllm_config: api.VllmConfig, specs: dict[str, api.KVCacheSpec]) -> lis
     - Windows hold ``2**-k`` of that; ``k`` and the number of groups over which they are dealt are those
       with which a decoding request holds the fewest bytes.
     - Rows of the compressor hold as many tokens as fit a block.
-    - Draft layers have groups of their own, so that theirs never veto a prefix hit of the others.
+    - Draft layers have groups of their own, so that theirs never veto a prefix hit of the others
+      (see :mod:`~deepinfer_plugins.vllm_ext.v0_33.draft_cache`).
 
     Raises:
         ValueError: If ``--block-size`` does not hold whole entries.

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from deepinfer_plugins.core.settings import Settings
 from deepinfer_plugins.model.step import NO_TOKEN
 from deepinfer_plugins.vllm_ext.v0_33 import api
+from deepinfer_plugins.vllm_ext.v0_33.deepseek_v41.sampling import Sampler, Verifier
 
 
 def tokens_before(
@@ -30,7 +32,7 @@ def tokens_before(
 
 
 class DeepseekV41State(api.DefaultModelState):
-    """Adds the tokens that n-grams reach back to.
+    """Adds the tokens that n-grams reach back to, and our sampler.
 
     They come from vLLM's own record of each request on the device, which is right after a chunk, a
     prefix hit and a preemption, and under async scheduling, where the host does not know them yet.
@@ -45,3 +47,17 @@ class DeepseekV41State(api.DefaultModelState):
             req_states.all_token_ids.gpu, input_batch.idx_mapping, first, self.model.context_depth
         )
         return inputs
+
+    def custom_sampler(self, sampler: api.Sampler) -> tuple[Sampler, Verifier | None]:
+        self.sampler = Sampler(sampler, self.model.model.ops, Settings.from_env().verify)
+        return self.sampler, Verifier(self.sampler) if self.vllm_config.num_speculative_tokens else None
+
+    def add_request(self, req_index: int, new_req_data: api.NewRequestData) -> None:
+        super().add_request(req_index, new_req_data)
+        # A request that was preempted comes back with the tokens that it had generated behind its prompt.
+        tokens, length = new_req_data.prefill_token_ids or [], new_req_data.prompt_len
+        self.sampler.expect(req_index, tokens[:length], tokens[length:])
+
+    def remove_request(self, req_id: str) -> None:
+        super().remove_request(req_id)
+        self.sampler.forget(req_id)

@@ -42,12 +42,15 @@ def build(checkpoint: Checkpoint, vllm_config: api.VllmConfig) -> DeepseekV41:
 
     name = "VLLM_BATCH_INVARIANT"
     flag = (name, bool(api.envs.VLLM_BATCH_INVARIANT) if api.envs.is_set(name) else None)
+    depth = vllm_config.num_speculative_tokens
     return DeepseekV41(
         checkpoint.config,
         load_ops(detect.want(Settings.from_env(), flag=flag)),
         device=torch.device(vllm_config.device_config.device),
-        max_positions=vllm_config.model_config.max_model_len,
+        # The last drafts of the longest request reach past its end.
+        max_positions=vllm_config.model_config.max_model_len + depth,
         vocabulary=CompressedVocabulary.from_folder(checkpoint.folder, checkpoint.config.vocab_size),
+        draft=depth > 0,
     )
 
 

@@ -1,0 +1,187 @@
+"""Drafts for vLLM: after each step, a block of tokens per request from the model's own draft layers.
+
+vLLM's DSpark speculator stores context keys, runs a draft model of its own and draws from it. Our main forward stores
+the keys, and :meth:`DeepseekV41.draft` does the rest, with the tokens drawn by ``features.sampling``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepinfer_plugins.model.step import Caches, Paged, Step
+from deepinfer_plugins.vllm_ext.v0_33 import api
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from deepinfer_plugins.vllm_ext.v0_33.deepseek_v41 import DeepseekV41ForCausalLM
+    from deepinfer_plugins.vllm_ext.v0_33.deepseek_v41.state import DeepseekV41State
+
+# The block that vLLM puts where a request has none.
+_NULL_BLOCK = 0
+NO_DRAFT = -1
+
+
+def window_floor(cache: Paged, positions: torch.Tensor, window: int) -> torch.Tensor:
+    """The first position of each request's draft window that has a key.
+
+    Draft keys of a prefix hit may be gone while the other caches still have theirs; vLLM's null block stands for them.
+
+    Args:
+        cache: A cache of the draft, one table row per request.
+        positions: int64 ``[num_requests]``, of the token to draft after.
+        window: Positions before it that a draft reads.
+
+    Returns:
+        int64 ``[num_requests]``, at most ``positions``.
+    """
+    size = cache.page_size
+    first = (positions - window).clamp(min=0) // size
+    pages = first[:, None] + torch.arange(-(-window // size) + 1, device=positions.device)
+    before = pages * size < positions[:, None]
+    blocks = cache.table.gather(1, torch.where(before, pages, 0))
+    missing = before & (blocks == _NULL_BLOCK)
+    return torch.where(missing, (pages + 1) * size, 0).amax(dim=1).minimum(positions)
+
+
+def at_requests(caches: Mapping[int, Paged], requests: torch.Tensor, last: int) -> dict[int, Paged]:
+    """The draft's caches with the tables of some requests.
+
+    Positions past the longest request vLLM has pages for go to its null block: what is drafted there is not used.
+
+    Args:
+        caches: By draft layer, tables by request of the step.
+        requests: int64 ``[n]``.
+        last: The highest position that a draft may write.
+    """
+    tables: dict[int, torch.Tensor] = {}
+    made = {}
+    for layer, cache in caches.items():
+        # Layers of a group share one table, and the model their slots by its identity.
+        if id(cache.table) not in tables:
+            table = cache.table[requests].long()
+            missing = last // cache.page_size + 1 - table.shape[1]
+            tables[id(cache.table)] = torch.nn.functional.pad(table, (0, max(0, missing)), value=_NULL_BLOCK)
+        made[layer] = replace(cache, table=tables[id(cache.table)])
+    return made
+
+
+class Speculator(api.DraftModelSpeculator):
+    """What the model runner calls ``speculator``.
+
+    vLLM's base class is there for what the runner asks of it; its buffers, for a draft that vLLM runs, are not made.
+
+    Args:
+        vllm_config: vLLM's configuration of everything.
+        device: Where the model is.
+        req_states: The runner's record of every request.
+    """
+
+    def __init__(  # pylint: disable=super-init-not-called
+        self, vllm_config: api.VllmConfig, device: torch.device, req_states: api.RequestState
+    ) -> None:
+        config = vllm_config.speculative_config
+        assert config is not None and config.num_speculative_tokens is not None
+        self.vllm_config = vllm_config
+        self.speculative_config = config
+        self.device = device
+        self.req_states = req_states
+        self.depth: int = config.num_speculative_tokens
+        self.enable_adaptive_verification = config.enable_adaptive_verification
+        # What the runner reads, with the answers of a draft that is a part of the target.
+        self.draft_logits = None
+        self.draft_attn_layer_names: set[str] = set()
+        self.attn_groups: list[Any] = []
+        self.dcp_size = 1
+        self.pcp_manager = None
+        self.supports_mm_inputs = False
+        self.draft_token_confidence_probs = torch.ones(
+            (req_states.max_num_reqs, self.depth), dtype=torch.float32, device=device
+        )
+
+    def load_model(self, target_model: DeepseekV41ForCausalLM) -> None:
+        self.model = target_model
+
+    def load_draft_model(self, target_model: torch.nn.Module, target_attn_layer_names: set[str]) -> Any:
+        raise NotImplementedError("the draft is loaded with the model that it belongs to")
+
+    def set_attn(self, model_state: DeepseekV41State, *args: Any, **kwargs: Any) -> None:
+        self.model_state = model_state
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        pass
+
+    def capture(self) -> None:
+        pass
+
+    def observe_verification(
+        self, idx_mapping: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor
+    ) -> None:
+        pass
+
+    def propose(
+        self,
+        input_batch: api.InputBatch,
+        attn_metadata: dict[str, Any] | None,
+        *args: Any,
+        dummy_run: bool = False,
+        num_speculative_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Draft after the last token of every request that has one by now.
+
+        Returns:
+            int64 ``[num_requests, depth]``; :data:`NO_DRAFT` where nothing was drafted.
+        """
+        depth = self.depth if num_speculative_tokens is None else num_speculative_tokens
+        drafts = torch.full(
+            (input_batch.num_reqs, self.depth), NO_DRAFT, dtype=torch.int64, device=self.device
+        )
+        if dummy_run:
+            if attn_metadata is None:
+                self._measure(input_batch.num_reqs)
+            return drafts
+        reached = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+        sampled: np.ndarray[Any, Any] = (reached >= input_batch.prefill_len_np).nonzero()[0]
+        if depth == 0 or not len(sampled):
+            return drafts
+        assert attn_metadata is not None
+        requests = torch.from_numpy(sampled).to(self.device, non_blocking=True)
+        slots = input_batch.idx_mapping[requests].long()
+        positions = self.req_states.num_computed_tokens.gpu[slots].long()
+        caches = at_requests(
+            self.model.draft_caches(attn_metadata), requests, self.model.max_model_len + self.depth
+        )
+        window = self.model.config.sliding_window
+        floors = [window_floor(cache, positions, window) for cache in caches.values()]
+        step = Step(
+            token_ids=self.req_states.last_sampled_tokens[slots, 0].long(),
+            positions=positions,
+            request=torch.arange(len(sampled), device=self.device),
+            context_ids=positions.new_zeros((len(sampled), self.model.context_depth)),
+            window_floor=torch.stack(floors).amax(dim=0),
+        )
+        sample = self.model_state.sampler.state.draft_sampler(slots, positions + 1)
+        drafted = self.model.model.draft(step, Caches({}, {}, {}, {}, caches), depth, sample)
+        drafts[requests, :depth] = drafted.tokens
+        self.draft_token_confidence_probs[requests, :depth] = drafted.confidences()
+        return drafts
+
+    def _measure(self, num_requests: int) -> None:
+        """Draft without caches, for vLLM to see how much memory it takes."""
+        row = torch.arange(num_requests, device=self.device)
+        zeros = torch.zeros_like(row)
+        step = Step(
+            token_ids=zeros,
+            positions=zeros,
+            request=row,
+            context_ids=zeros.new_zeros((num_requests, self.model.context_depth)),
+        )
+        caches = self.model.scratch_caches(num_requests, self.depth)
+        self.model.model.draft(
+            step, replace(caches, window={}), self.depth, lambda logits, index: logits.argmax(1)
+        )

@@ -1,0 +1,28 @@
+"""What our workers do beside vLLM's: the changes inside its model runner, before that is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepinfer_plugins.core import patch
+from deepinfer_plugins.vllm_ext.v0_33 import patches
+
+
+class WorkerMixin:
+    """To be put before one of vLLM's workers."""
+
+    def init_device(self) -> None:
+        patches.apply_in_worker()
+        super().init_device()  # type: ignore[misc]
+        if lost := patch.overwritten():
+            raise RuntimeError(
+                f"another package replaced what deepinfer_plugins changed in vLLM: {', '.join(lost)}; "
+                "leave it out with VLLM_PLUGINS"
+            )
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse while the weights are still there: vLLM's own method lets go of them before it asks the model."""
+        raise NotImplementedError(
+            "deepinfer_plugins reads the checkpoint by itself, once: it does not take weights while it runs yet; "
+            "start vLLM anew with the other --model"
+        )
