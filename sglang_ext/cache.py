@@ -196,3 +196,27 @@ class CachePool(BaseSWAKVPool):
     get_value_buffer = _Slots.get_value_buffer
     get_kv_buffer = _Slots.get_kv_buffer
     set_kv_buffer = _Slots.set_kv_buffer
+
+
+def assign_slots(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    batch_size: int,
+) -> None:
+    """Write new token slots into SGLang's table, by torch.
+
+    Args:
+        req_pool_indices: ``[requests]``; rows of the table.
+        req_to_token: The table.
+        start_offset, end_offset: ``[requests]``; the columns that each request gets.
+        out_cache_loc: The slots, request after request.
+        batch_size: The number of requests.
+    """
+    counts = (end_offset - start_offset).long()
+    first = start_offset.long() - (counts.cumsum(0) - counts)
+    column = first.repeat_interleave(counts) + torch.arange(len(out_cache_loc), device=counts.device)
+    row = req_pool_indices.long().repeat_interleave(counts)
+    req_to_token[row, column] = out_cache_loc.to(req_to_token.dtype)

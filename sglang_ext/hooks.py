@@ -13,6 +13,7 @@ from typing import Any
 
 from deepinfer_plugins.core.report import report
 from deepinfer_plugins.core.settings import SettingError, Settings
+from deepinfer_plugins.sglang_ext import speculation
 
 _LOG = logging.getLogger("deepinfer_plugins")
 
@@ -45,8 +46,9 @@ def register() -> None:
     record.add("models", ARCHITECTURE, MODEL_CLASS)
     for step, hook in (
         ("handle_model_source_paths", _model_source),
-        ("handle_gpu_memory_settings", _text_only),
+        ("handle_gpu_memory_settings", _own_arguments),
         ("handle_model_specific_adjustments", _own_model),
+        ("handle_speculative_decoding", _drafting),
     ):
         register_resolution_hook(step)(hook)
         record.add("hooks", step, f"{__name__}:{hook.__name__}")
@@ -96,15 +98,34 @@ def _is_ours(server_args: Any) -> bool:
     return list(config.architectures or [])[:1] == [ARCHITECTURE] and config.model_type == MODEL_TYPE
 
 
-def _text_only(server_args: Any, previous: Any) -> None:
-    """The release has a vision tower; this version serves its text side, and an image is refused."""
+def _own_arguments(server_args: Any, previous: Any) -> None:
+    """The release has a vision tower; this version serves its text side, and an image is refused. And drafting, where
+    the environment asks for it."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
-    if _is_ours(server_args) and not resolving_view(server_args).language_model_only:
-        declare_resolution(server_args, "deepinfer", language_model_only=True)
-        # SGLang remembers the model's configuration, and that one still says it is multimodal.
-        server_args._model_config = None
+    if _is_ours(server_args):
+        fields = speculation.asked_fields(server_args._raw_input, Settings.from_env())
+        if not resolving_view(server_args).language_model_only:
+            fields["language_model_only"] = True
+            # SGLang remembers the model's configuration, and that one still says it is multimodal.
+            server_args._model_config = None
+        declare_resolution(server_args, "deepinfer", **fields)
     previous(server_args)
+
+
+def _drafting(server_args: Any, previous: Any) -> None:
+    """SGLang's own resolution of DSpark, and what ours adds to it."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    cfg = resolving_view(server_args)
+    if cfg.speculative_algorithm is None or not _is_ours(server_args):
+        return previous(server_args)
+    device = cfg.device
+    # SGLang's DSpark kernels are CUDA's, and so it asks for that device; ours run on every one.
+    declare_resolution(server_args, "deepinfer", device="cuda")
+    previous(server_args)
+    declare_resolution(server_args, "deepinfer", device=device)
+    speculation.check(cfg, server_args._raw_input)
 
 
 def _refusals(cfg: Any, asked: Any) -> list[str]:
@@ -123,7 +144,10 @@ def _refusals(cfg: Any, asked: Any) -> list[str]:
             (cfg.attn_dp_size > 1, f"--attn-dp-size {cfg.attn_dp_size}"),
             (cfg.ep_size > 1, f"--ep-size {cfg.ep_size}"),
             (cfg.enable_prefill_cp, "--enable-prefill-cp"),
-            (cfg.speculative_algorithm is not None, f"--speculative-algorithm {cfg.speculative_algorithm}"),
+            (
+                (cfg.speculative_algorithm or speculation.ALGORITHM).upper() != speculation.ALGORITHM,
+                f"--speculative-algorithm {cfg.speculative_algorithm}",
+            ),
             (cfg.disaggregation_mode != "null", f"--disaggregation-mode {cfg.disaggregation_mode}"),
             (cfg.enable_hierarchical_cache, "--enable-hierarchical-cache"),
             (cfg.enable_unified_memory, "--enable-unified-memory"),

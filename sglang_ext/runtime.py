@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.mem_cache.allocation import get_last_loc_torch
 from sglang.srt.model_loader.weight_utils import download_weights_from_hf
-from sglang.srt.runtime_context import get_model, get_schedule, process_model_config
+from sglang.srt.runtime_context import get_model, get_schedule, get_spec, process_model_config
 
 from deepinfer_plugins.core import patch
 from deepinfer_plugins.core.report import report
@@ -24,10 +25,11 @@ from deepinfer_plugins.model.loading import load
 from deepinfer_plugins.model.network import DeepseekV41
 from deepinfer_plugins.platforms.detect import want
 from deepinfer_plugins.sglang_ext.attention import StepBackend
-from deepinfer_plugins.sglang_ext.cache import CachePool, Sizes
+from deepinfer_plugins.sglang_ext.cache import CachePool, Sizes, assign_slots
 from deepinfer_plugins.sglang_ext.hooks import ATTENTION_BACKEND, is_release
 from deepinfer_plugins.sglang_ext.sampling import SEED_KEY, Sampling
 from deepinfer_plugins.sglang_ext.v0_5_23 import patches
+from deepinfer_plugins.sglang_ext.worker import DraftingWorker
 
 _LOG = logging.getLogger("deepinfer_plugins")
 
@@ -47,15 +49,18 @@ def open_checkpoint() -> Checkpoint:
 def build(checkpoint: Checkpoint, device: torch.device) -> DeepseekV41:
     """The model with its weights still empty, and SGLang's pools and attention made to fit it."""
     config = checkpoint.config
-    _install(config)
+    depth = (get_spec().speculative_num_draft_tokens or 1) - 1
+    _install(config, depth > 0, device)
     wanted = want(Settings.from_env())
     _LOG.info("DeepSeek-V4.1 by deepinfer_plugins on %s, for %s", device, wanted)
     return DeepseekV41(
         config,
         load_ops(wanted),
         device=device,
-        max_positions=process_model_config().context_len,
+        # Drafts lie beyond the last token.
+        max_positions=process_model_config().context_len + depth,
         vocabulary=CompressedVocabulary.from_folder(checkpoint.folder, config.vocab_size),
+        draft=depth > 0,
     )
 
 
@@ -70,14 +75,19 @@ def load_weights(network: DeepseekV41, checkpoint: Checkpoint) -> None:
     load(network, checkpoint, progress=sys.stdout.isatty())
 
 
-def _install(config: ModelConfig) -> None:
-    specs = cache_specs(config)
+def _install(config: ModelConfig, draft: bool, device: torch.device) -> None:
+    specs = cache_specs(config, draft)
     patch.wrap(patches.KV_POOL, _own_pool(specs))
     patch.apply(patches.POOL_SIZES, lambda kvc: Sizes(kvc, specs))
     patch.wrap(patches.PROMPT, _checked_prompt(config.vocab_size))
     patch.wrap(patches.ADMIT, _admitting)
     patch.apply(patches.SAMPLE, _sample)
     patch.wrap(patches.SEED_REPORT, _once)
+    if draft:
+        patch.apply(patches.DRAFTING, lambda self, server_args: DraftingWorker)
+        if device.type == "cpu":
+            patch.apply(patches.LAST_SLOTS, get_last_loc_torch)
+            patch.apply(patches.ASSIGN_SLOTS, assign_slots)
     register_attention_backend(ATTENTION_BACKEND)(
         lambda runner: StepBackend(runner, context_length=config.engram_max_ngram_size - 1)
     )

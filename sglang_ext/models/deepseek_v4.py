@@ -54,6 +54,9 @@ class DeepseekV4ForCausalLM(nn.Module):
         """Stream the checkpoint by our own reader; SGLang's iterator is left untouched and so reads nothing."""
         runtime.load_weights(self.network, self.checkpoint)
 
+    def set_dspark_layers_to_capture(self, layer_ids: list[int]) -> None:
+        """SGLang names the layers whose inputs the draft wants; the model knows them and keeps those to itself."""
+
     def get_attention_sliding_window_size(self) -> int:
         return self.network.config.sliding_window
 

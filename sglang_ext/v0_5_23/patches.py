@@ -69,6 +69,43 @@ PARALLEL_SEEDS = Patch(
     remove_when="SGLang gives each parallel sample a seed of its own",
     parameters=("self", "tokenized_obj"),
 )
+DRAFTING = Patch(
+    target="sglang.srt.speculative.spec_info:SpeculativeAlgorithm.create_worker",
+    why=(
+        "SGLang's DSpark worker runs a second model over pools of its own by CUDA kernels, ignores seeds and can't "
+        "trim its windows for this model; a platform may bring another worker only if it is not CUDA's"
+    ),
+    upstream="https://github.com/sgl-project/sglang/issues/39173",
+    remove_when="any platform may name the worker of a speculative algorithm",
+    parameters=("self", "server_args"),
+)
 
-# Made in the process that builds the model; PARALLEL_SEEDS in the one that takes requests.
-PATCHES: tuple[Patch, ...] = (KV_POOL, POOL_SIZES, PROMPT, ADMIT, SAMPLE, SEED_REPORT, PARALLEL_SEEDS)
+LAST_SLOTS = Patch(
+    target="sglang.srt.mem_cache.allocation:get_last_loc",
+    why="it runs a Triton kernel wherever the attention backend is none that SGLang knows, also on a CPU",
+    upstream="none",
+    remove_when="it asks the platform whether there is Triton",
+    parameters=("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"),
+)
+ASSIGN_SLOTS = Patch(
+    target="sglang.srt.mem_cache.allocation:assign_req_to_token_pool_func",
+    why="it runs a Triton kernel on every platform but SGLang's own CPU one, also on a CPU",
+    upstream="none",
+    remove_when="it asks the platform whether there is Triton",
+    parameters=("req_pool_indices", "req_to_token", "start_offset", "end_offset", "out_cache_loc"),
+)
+
+# PARALLEL_SEEDS is made in the process that takes requests, the others in the one that builds the model: from DRAFTING
+# on only if it drafts, the last two on a CPU.
+PATCHES: tuple[Patch, ...] = (
+    KV_POOL,
+    POOL_SIZES,
+    PROMPT,
+    ADMIT,
+    SAMPLE,
+    SEED_REPORT,
+    PARALLEL_SEEDS,
+    DRAFTING,
+    LAST_SLOTS,
+    ASSIGN_SLOTS,
+)
