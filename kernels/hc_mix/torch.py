@@ -1,11 +1,11 @@
 """``hc_mix`` by blocks of rows, with one plane per mixing weight."""
 
-from typing import Any
+import functools
 
 import numpy as np
 import torch
 
-from deepinfer_plugins.kernels.row_blocks import WHOLE_VECTORS, matmul, pad_rows, sum_last
+from deepinfer_plugins.kernels.row_blocks import WHOLE_VECTORS, decoded, matmul, pad_rows, sum_last
 
 
 def hc_mix(
@@ -19,47 +19,72 @@ def hc_mix(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As the reference; the order of a row's sums depends on the number of streams and their width alone."""
     n, num_streams = streams.shape[:2]
-    flat = pad_rows(streams.flatten(1), WHOLE_VECTORS).double()
+    flat = streams.flatten(1).double()
     mean = sum_last(flat * flat) / flat.shape[1]
-    z = (matmul(flat, fn.double()) * (mean + norm_eps).rsqrt()[:, None]).float()
-    factors = torch.cat([scale[:2, None].expand(-1, num_streams).flatten(), scale[2:].expand(num_streams**2)])
-    planes = (z.double() * factors + base).T.contiguous()
-    halves = 1 / (1 + (-planes[: 2 * num_streams]).exp())
-    pre, post = halves.split(num_streams)
+    weight = decoded((fn,), fn.numel(), fn.double)
+    products = matmul(flat, fn.double() if weight is None else weight)
+    z = (products * (mean + norm_eps).rsqrt_().unsqueeze(1)).float()
+    factors = scale.index_select(0, _factor_of_mix(num_streams, scale.device))
+    mixes = (z.double() * factors).add_(base)
+    planes = pad_rows(mixes, WHOLE_VECTORS).T.contiguous()
+    planes[: 2 * num_streams].sigmoid_()
+    planes[:num_streams] += hc_eps
+    planes[num_streams : 2 * num_streams] *= 2
     comb = planes[2 * num_streams :].view(num_streams, num_streams, planes.shape[1])
-    comb = (comb - comb.amax(1, keepdim=True)).exp()
+    comb.sub_(comb.amax(1, keepdim=True)).exp_()
     if comb.is_cpu:
-        # The same arithmetic, but a call costs a fifth of torch's.
-        _sinkhorn(comb.numpy(), hc_eps, iters, np)
+        # The same arithmetic, but a call costs a fraction of torch's.
+        _sinkhorn_on_cpu(comb.numpy(), hc_eps, iters)
     else:
-        _sinkhorn(comb, hc_eps, iters, torch)
-    return (pre + hc_eps).T[:n].float(), (2 * post).T[:n].float(), comb.movedim(-1, 0)[:n].float()
+        _sinkhorn(comb, hc_eps, iters)
+    result = planes.T[:n].float()
+    pre, post, comb = result.split([num_streams, num_streams, num_streams**2], 1)
+    return pre, post, comb.unflatten(1, (num_streams, num_streams))
 
 
-def _sinkhorn(planes: Any, eps: float, iters: int, lib: Any) -> None:
+@functools.cache
+def _factor_of_mix(num_streams: int, device: torch.device) -> torch.Tensor:
+    """Which of the three factors each mix is multiplied by."""
+    sizes = torch.tensor([num_streams, num_streams, num_streams**2])
+    return torch.arange(3).repeat_interleave(sizes).to(device)
+
+
+def _sinkhorn(planes: torch.Tensor, eps: float, iters: int) -> None:
     """Make positive ``planes[row, column, n]`` doubly stochastic for each ``n``, in place, by elementwise steps only.
 
     Args:
-        planes: ``[num_streams, num_streams, n]``, float64, of ``lib``.
-        eps: See the reference.
+        planes: ``[num_streams, num_streams, n]``, float64.
+        eps: See the reference; where it is added, the sum begins with it.
         iters: See the reference.
-        lib: numpy or torch.
     """
-    columns = [planes[:, i] for i in range(len(planes))]
-    rows = [planes[i] for i in range(len(planes))]
-    total = lib.zeros_like(rows[0])
-    by_row, by_column = total[:, None], total[None]
 
-    def divide(parts: list[Any], divisor: Any, eps: float) -> None:
-        lib.add(parts[0], parts[1], out=total)
-        for part in parts[2:]:
-            lib.add(total, part, out=total)
-        lib.add(total, eps, out=total)
-        lib.divide(planes, divisor, out=planes)
+    def divide(dim: int, eps: float) -> None:
+        first, *others = planes.unbind(dim)
+        total = first + eps
+        for part in others:
+            total += part
+        planes.div_(total.unsqueeze(dim))
 
-    divide(columns, by_row, 0)
-    lib.add(planes, eps, out=planes)
-    divide(rows, by_column, eps)
+    divide(1, 0)
+    planes.add_(eps)
+    divide(0, eps)
     for _ in range(iters - 1):
-        divide(columns, by_row, eps)
-        divide(rows, by_column, eps)
+        divide(1, eps)
+        divide(0, eps)
+
+
+def _sinkhorn_on_cpu(planes: np.ndarray, eps: float, iters: int) -> None:
+    """:func:`_sinkhorn` of an array; a sum along a dimension that is not the last is made of elementwise steps too."""
+    by_row = np.empty_like(planes[:, :1])
+    by_column = np.empty_like(planes[:1])
+
+    def divide(axis: int, total: np.ndarray, eps: float) -> None:
+        np.add.reduce(planes, axis=axis, out=total, keepdims=True, initial=eps)
+        np.divide(planes, total, out=planes)
+
+    divide(1, by_row, 0)
+    np.add(planes, eps, out=planes)
+    divide(0, by_column, eps)
+    for _ in range(iters - 1):
+        divide(1, by_row, eps)
+        divide(0, by_column, eps)

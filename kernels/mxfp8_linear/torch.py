@@ -14,4 +14,5 @@ def mxfp8_linear(
     def rows_of_weight(part: slice) -> torch.Tensor:
         return decode_mxfp8_weight(weight[part], weight_scales[part.start // 32 : -(-part.stop // 32)])
 
-    return linear(decode_mxfp8(values, scales), weight.shape[0], rows_of_weight, torch.bfloat16)
+    x = decode_mxfp8(values, scales)
+    return linear(x, weight.shape[0], rows_of_weight, torch.bfloat16, (weight, weight_scales))

@@ -59,3 +59,41 @@ def test_numpy_and_torch_fold_alike(width: int) -> None:
     x = Draw(torch.device("cpu")).normal(3, width, dtype=torch.float64)
     folded = row_blocks._fold(x.clone())
     assert_same_bits(row_blocks.sum_last(x), folded, "by numpy")
+
+
+def test_a_small_weight_is_decoded_once_until_it_is_written() -> None:
+    with torch.inference_mode(False):
+        weight, scales = torch.arange(6.0).view(3, 2), torch.tensor([1.0])
+        calls: list[int] = []
+
+        def decode() -> torch.Tensor:
+            calls.append(1)
+            return weight.double() * scales
+
+        def again(stored: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            values = row_blocks.decoded(stored, 6, decode)
+            assert values is not None
+            assert_same_bits(values, weight.double() * scales, f"after {len(calls)} calls")
+            return values
+
+        first = again((weight, scales))
+        assert again((weight[:], scales)) is first and len(calls) == 1
+        weight[1, 1] = 7
+        again((weight, scales))
+        scales.fill_(3)
+        again((weight, scales))
+        assert again((weight, scales.clone())) is not first and len(calls) == 4
+
+
+def test_what_may_change_unseen_or_is_large_is_not_kept() -> None:
+    weight = torch.ones(3)
+    assert weight.is_inference()
+    assert row_blocks.decoded((weight,), 3, weight.double) is None
+    with torch.inference_mode(False):
+        weight = torch.ones(3)
+        assert row_blocks.decoded((weight,), row_blocks._KEPT_ELEMENTS + 1, weight.double) is None
+        kept = row_blocks.decoded((weight,), 3, weight.double)
+        assert kept is not None
+        owned = len(row_blocks._decoded)
+        del weight
+        assert len(row_blocks._decoded) == owned - 1
