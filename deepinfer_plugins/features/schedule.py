@@ -85,7 +85,8 @@ def rates_of(confidences: ArrayLike) -> Rates:
         several times faster along long rows than along many short ones.
     """
     values = np.ascontiguousarray(np.asarray(confidences, dtype=np.float32).T)
-    rates = np.fmin(np.fmax(values, np.float32(0.0)), np.float32(1.0))
+    rates = np.fmax(values, np.float32(0.0))
+    np.fmin(rates, np.float32(1.0), out=rates)
     for position in range(1, len(rates)):
         rates[position] *= rates[position - 1]
     return rates
@@ -305,8 +306,9 @@ class VerificationSchedule:
         wanted = (self._drafted_in[owners] < step) & (self._owned_from[owners] <= step)
         if not wanted.all():
             owners, values = owners[wanted], values[wanted]
-        self._turn[owners] ^= 1
-        self._rates[:, owners + self.num_slots * self._turn[owners]] = rates_of(values)
+        turn = self._turn[owners] ^ 1
+        self._turn[owners] = turn
+        self._rates[:, owners + self.num_slots * turn] = rates_of(values)
         self._drafted_in[owners] = step
 
     def forget(self, slots: int | Sequence[int] | Ints) -> None:
@@ -315,8 +317,6 @@ class VerificationSchedule:
         self._check("slots", owners, self.num_slots)
         self._rates[:, owners] = 1.0
         self._rates[:, owners + self.num_slots] = 1.0
-        self._drafted_in[owners] = -1
-        self._planned_in[owners] = -1
         # What the request still drafts in steps that run by now is nobody's.
         self._owned_from[owners] = self._next_step
 

@@ -1,8 +1,10 @@
 """The schedule is the best one there is, gives no draft away that it may not look at, and survives what requests do."""
 
 import itertools
+import runpy
 from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,7 +57,7 @@ def small_steps(
 
 
 @given(small_steps())
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=250, deadline=None, derandomize=True)
 def test_nothing_is_better_by_brute_force(
     step: tuple[list[list[float]], list[int], int, int, list[int]],
 ) -> None:
@@ -272,6 +274,17 @@ def test_a_reused_slot_knows_nothing_of_its_former_owner() -> None:
     assert budget_of(schedule) == 3
 
 
+def test_what_a_new_owner_drafts_first_counts() -> None:
+    schedule = VerificationSchedule(1, 3, curve(*CHEAP))
+    schedule.plan([0], [0])
+    schedule.record([0], SURE)
+    schedule.forget([0])
+    for confidences in (HOPELESS, SURE):
+        assert budget_of(schedule) == 3
+        schedule.record([0], confidences)
+    assert budget_of(schedule) == 0
+
+
 def test_what_arrives_out_of_order_does_not_replace_what_is_newer() -> None:
     schedule = VerificationSchedule(1, 3, curve(*CHEAP))
     steps = [schedule.plan([0], [3]).step for _ in range(3)]
@@ -449,6 +462,14 @@ def test_misuse_says_what_was_expected() -> None:
         schedule.record([0], [[1.0, 1.0, 1.0]], step=1)
     with pytest.raises(ValueError, match="slots 9"):
         schedule.forget(9)
+
+
+def test_a_simulated_load_is_never_worse_off_than_without_a_schedule() -> None:
+    program = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "schedule_sweep.py"))
+    for name, by_rows in program["published"]().items():
+        rows = program["sweep"](by_rows, steps=12, requests=(2, 16, 96, 512))
+        assert len(rows) == 4 and min(row["over_best"] for row in rows) > 0.99, name
+        assert max(row["over_best"] for row in rows) > 1.03, name
 
 
 def test_choose_budget_looks_at_every_candidate() -> None:
