@@ -6,8 +6,8 @@ ties to the lower id. Whatever looks at the tokens before a row sees the row's o
 gets the same token whether or not it was speculated on. The noise is documented in ``kernels/noise.py``, the filters
 in ``kernels/filtering.py``.
 
-Nothing here waits for the device but :meth:`SamplingState.add`'s copies, and a feature that no request uses costs
-nothing: which are used is known from ``add``.
+Nothing here waits for the device, and a feature that no request uses costs nothing: which are used is known from
+``add``.
 """
 
 from __future__ import annotations
@@ -336,7 +336,9 @@ class SamplingState:
         self._in_prompt[slot].zero_()
         if used:
             self._in_prompt[slot, self._send(prompt)] = True
-            self._counts[slot] = torch.bincount(self._send(output), minlength=self.vocab_size).int()
+            # Counted here: on a GPU, counting would wait for it.
+            counts = torch.tensor(output, dtype=torch.int64).bincount(minlength=self.vocab_size)
+            self._counts[slot] = counts.int().to(self.device, non_blocking=True)
 
     def _set_bad_words(self, slot: int, words: Sequence[Sequence[int]], output: Sequence[int]) -> None:
         words = [word for word in words if word]

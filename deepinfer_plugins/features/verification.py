@@ -96,14 +96,9 @@ def verify(
             tokens = torch.where(known, token, tokens)
             overlap = torch.where(known, probability, overlap)
 
-    present = row_of_token >= 0
-    place = row_of_token.clamp(min=0)
-    num_accepted = (accepted[place] & present).long().cumprod(dim=1).sum(dim=1)
-    generated = present & (index <= num_accepted[:, None])
-    return Verified(
-        torch.where(generated, tokens[place], -1),
-        num_accepted,
-        torch.where(generated, row_of_token, -1),
-        sampled.logits,
-        overlap,
-    )
+    # Row -1 stands for no row.
+    accepted = torch.nn.functional.pad(accepted, (0, 1), value=False)
+    tokens = torch.nn.functional.pad(tokens, (0, 1), value=-1)
+    num_accepted = accepted[row_of_token].long().cumprod(dim=1).sum(dim=1)
+    row_of_token = torch.where(index <= num_accepted[:, None], row_of_token, -1)
+    return Verified(tokens[row_of_token], num_accepted, row_of_token, sampled.logits, overlap)

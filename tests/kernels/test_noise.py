@@ -7,8 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from deepinfer_plugins.kernels import elementary, noise
 
@@ -48,14 +46,6 @@ def uniform(seed: int, position: int, stream: int, entry: int) -> float:
     words = philox(counter, (seed % 2**32, seed % 2**64 // 2**32))
     high, low = words[2 * (entry % 2) :][:2]
     return (high * 2**20 + low // 2**12 + 0.5) / 2**52
-
-
-@triton.jit
-def _triton_philox(out, counter, key):
-    c = [tl.load(counter + i).to(tl.uint32) for i in tl.static_range(4)]
-    words = tl.philox(tl.load(key), c[0], c[1], c[2], c[3])
-    for i in tl.static_range(4):
-        tl.store(out + i, words[i].to(tl.int64))
 
 
 @pytest.mark.parametrize("counter, key, words", KNOWN)
