@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 
 from deepinfer_plugins.core.target import Want
+from deepinfer_plugins.features.sampling import Rows, SamplingParams, SamplingState
+from deepinfer_plugins.features.verification import verify
 from deepinfer_plugins.kernels.catalogue import load_ops
 from deepinfer_plugins.model.caches import cache_specs
 from deepinfer_plugins.model.checkpoint import Checkpoint
@@ -27,6 +30,7 @@ from deepinfer_plugins.platforms.cpu import CPU
 MAX_DEPTH = 8
 # Prompt rows of one step: enough that what a step costs whatever its size no longer counts.
 PROMPT_ROWS = 512
+GREEDY = SamplingParams(seed=0, temperature=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +143,12 @@ class ReferenceEngine:
         """
         found = []
         for sequence in sequences:
-            request = _Request(0, list(sequence), self._checked(sequence, 0), Generated())
+            self._check(sequence, 0)
+            request = _Request(0, list(sequence), len(sequence), Generated())
             hidden = []
             while request.computed < len(request.tokens):
                 rows = request.tokens[request.computed :][:PROMPT_ROWS]
-                hidden.append(self._forward([(request, rows)], depth=0))
+                hidden.append(self._forward([(request, rows)], with_draft=False))
                 request.computed += len(rows)
                 on_tokens(len(rows))
             logits = self.model.logits(torch.cat(hidden)[:-1]).double()
@@ -156,15 +161,17 @@ class ReferenceEngine:
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
         depth: int = 0,
+        sampling: Sequence[SamplingParams] | None = None,
         stop: Sequence[int] = (),
         on_tokens: Callable[[int], None] = lambda count: None,
     ) -> list[Generated]:
-        """Continue every prompt greedily; the tokens do not depend on ``depth``.
+        """Continue every prompt. The tokens do not depend on ``depth``, but where drafts are verified by rejection.
 
         Args:
             prompts: At least one token each. As many run at once as there is room for.
             max_tokens: New tokens for each.
             depth: Drafts per step, 0 to 8; 0 drafts nothing.
+            sampling: How tokens are chosen, for each prompt; None: greedily.
             stop: Tokens that end a text; they belong to it.
             on_tokens: Told how many more tokens are there.
         """
@@ -172,26 +179,35 @@ class ReferenceEngine:
             raise ValueError(f"depth is {depth}; it must be 0 to {MAX_DEPTH}")
         if depth and self.model.draft_model is None:
             raise ValueError(f"depth is {depth}, but the checkpoint has no draft layers")
+        for prompt in prompts:
+            self._check(prompt, max_tokens)
+        sampling = [GREEDY] * len(prompts) if sampling is None else sampling
         results = [Generated() for _ in prompts]
-        waiting = deque(
-            (list(prompt), self._checked(prompt, max_tokens), result)
-            for prompt, result in zip(prompts, results, strict=True)
-        )
+        waiting = deque(zip(prompts, sampling, results, strict=True))
+        state = SamplingState(self.max_requests, self.config.vocab_size, self.device)
         free = list(range(self.max_requests))
         running: list[_Request] = []
         while waiting or running:
             while waiting and free:
-                running.append(_Request(free.pop(), *waiting.popleft()))
+                prompt, params, result = waiting.popleft()
+                request = _Request(free.pop(), list(prompt), len(prompt) + max_tokens, result)
+                state.add(request.slot, params, prompt)
+                running.append(request)
             before = sum(len(request.tokens) for request in running)
-            self._step(running, depth, frozenset(stop))
+            self._step(running, state, depth, frozenset(stop))
             on_tokens(sum(len(request.tokens) for request in running) - before)
-            free += [request.slot for request in running if _ended(request, stop)]
+            for request in running:
+                if _ended(request, stop):
+                    state.remove(request.slot)
+                    free.append(request.slot)
             running = [request for request in running if not _ended(request, stop)]
         return results
 
     # -- A step --
 
-    def _step(self, running: Sequence[_Request], depth: int, stop: frozenset[int]) -> None:
+    def _step(
+        self, running: Sequence[_Request], state: SamplingState, depth: int, stop: frozenset[int]
+    ) -> None:
         """Compute some tokens of every request, and choose new ones where all are computed."""
         plan: list[tuple[_Request, list[int]]] = []
         room = PROMPT_ROWS
@@ -202,22 +218,24 @@ class ReferenceEngine:
                 room -= len(rows)
             if rows:
                 plan.append((request, rows + request.drafts))
-        hidden = self._forward(plan, depth)
+        hidden = self._forward(plan, with_draft=depth > 0)
         chosen: list[_Request] = []
-        start = 0
+        kept: list[torch.Tensor] = []
+        end = 0
         for request, rows in plan:
-            end = start + len(rows)
+            end += len(rows)
             request.computed += len(rows) - len(request.drafts)
             if request.computed == len(request.tokens):
-                logits = self.model.logits(hidden[end - len(request.drafts) - 1 : end])
-                self._choose(request, logits, stop)
                 chosen.append(request)
-            start = end
+                kept.append(hidden[end - len(request.drafts) - 1 : end])
+        if not chosen:
+            return
+        self._choose(chosen, torch.cat(kept), state, depth, stop)
         going_on = [request for request in chosen if not _ended(request, stop)]
         if depth and going_on:
-            self._draft(going_on, depth)
+            self._draft(going_on, state, depth)
 
-    def _forward(self, plan: Sequence[tuple[_Request, Sequence[int]]], depth: int) -> torch.Tensor:
+    def _forward(self, plan: Sequence[tuple[_Request, Sequence[int]]], with_draft: bool) -> torch.Tensor:
         """Hidden states of the requests' next rows, ``[num_rows, hidden]``, whose keys are then in the caches."""
         tokens: list[int] = []
         positions: list[int] = []
@@ -234,44 +252,67 @@ class ReferenceEngine:
         step = Step(
             self._ints(tokens), self._ints(positions), self._ints(owners), context_ids=self._ints(contexts)
         )
-        return self.model(step, self._caches([request for request, _ in plan], with_draft=depth > 0))
+        return self.model(step, self._caches([request for request, _ in plan], with_draft))
 
-    def _choose(self, request: _Request, logits: torch.Tensor, stop: frozenset[int]) -> None:
-        """Judge the request's drafts and append what they and the row behind them became.
+    def _choose(
+        self,
+        requests: Sequence[_Request],
+        hidden: torch.Tensor,
+        state: SamplingState,
+        depth: int,
+        stop: frozenset[int],
+    ) -> None:
+        """Judge the requests' drafts and append what they and the rows behind them became.
 
         Args:
-            request: All its tokens are computed, and its drafts.
-            logits: Of its last token and its drafts.
+            requests: All their tokens are computed, and their drafts.
+            hidden: ``[num_rows, hidden]``, of the last token of each and its drafts.
+            state: What sampling keeps of them.
+            depth: Drafts of a request at most.
+            stop: Tokens that end a text.
         """
-        tokens = logits.argmax(-1).tolist()
-        drafts = request.drafts
-        accepted = next((i for i, (d, t) in enumerate(zip(drafts, tokens)) if d != t), len(drafts))
-        new = tokens[: accepted + 1]
-        kept = next((i for i, token in enumerate(new, 1) if token in stop), len(new))
-        kept = min(kept, request.goal - len(request.tokens))
-        if drafts:
-            whole = kept == len(new)
-            verified = len(drafts) if whole else kept
-            logged = tuple(request.confidence_logits)
-            request.result.verifications.append(
-                Verification(logged, verified, min(accepted, verified), whole)
-            )
-        request.computed += accepted
-        request.tokens += new[:kept]
-        request.result.token_ids += new[:kept]
-        request.drafts, request.confidence_logits = [], []
+        rows = [(request, count) for request in requests for count in range(len(request.drafts) + 1)]
+        offsets = [0, *accumulate(len(request.drafts) + 1 for request in requests)]
+        judged = verify(
+            state,
+            self.model.logits(hidden),
+            Rows(
+                self._ints([request.slot for request, _ in rows]),
+                self._ints([len(request.tokens) + count for request, count in rows]),
+                self._ints([r.drafts[:count] + [NO_TOKEN] * (depth - count) for r, count in rows]),
+            ),
+            self._ints(offsets),
+        )
+        state.commit(self._ints([request.slot for request in requests]), judged.tokens)
+        for request, tokens, accepted in zip(
+            requests, judged.tokens.tolist(), judged.num_accepted.tolist(), strict=True
+        ):
+            new = tokens[: accepted + 1]
+            kept = next((i for i, token in enumerate(new, 1) if token in stop), len(new))
+            kept = min(kept, request.goal - len(request.tokens))
+            if request.drafts:
+                whole = kept == len(new)
+                verified = len(request.drafts) if whole else kept
+                logged = tuple(request.confidence_logits)
+                record = Verification(logged, verified, min(accepted, verified), whole)
+                request.result.verifications.append(record)
+            request.computed += accepted
+            request.tokens += new[:kept]
+            request.result.token_ids += new[:kept]
+            request.drafts, request.confidence_logits = [], []
 
-    def _draft(self, requests: Sequence[_Request], depth: int) -> None:
+    def _draft(self, requests: Sequence[_Request], state: SamplingState, depth: int) -> None:
         """Draft behind each request's last token."""
+        last = self._ints([request.computed for request in requests])
         step = Step(
             self._ints([request.tokens[-1] for request in requests]),
-            self._ints([request.computed for request in requests]),
+            last,
             torch.arange(len(requests), device=self.device),
             # Drafting reads no n-grams.
             torch.empty(len(requests), 0, dtype=torch.int64, device=self.device),
         )
-        caches = self._caches(requests, with_draft=True)
-        drafted = self.model.draft(step, caches, depth, lambda logits, _: logits.argmax(-1))
+        sample = state.draft_sampler(self._ints([request.slot for request in requests]), last + 1)
+        drafted = self.model.draft(step, self._caches(requests, with_draft=True), depth, sample)
         for request, tokens, confidence in zip(
             requests, drafted.tokens.tolist(), drafted.confidence_logits.tolist(), strict=True
         ):
@@ -279,15 +320,12 @@ class ReferenceEngine:
 
     # -- Tensors --
 
-    def _checked(self, prompt: Sequence[int], max_tokens: int) -> int:
-        """The length that a sequence may reach."""
-        goal = len(prompt) + max_tokens
-        if not prompt or goal > self.max_positions:
+    def _check(self, prompt: Sequence[int], max_tokens: int) -> None:
+        if not prompt or len(prompt) + max_tokens > self.max_positions:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens and {max_tokens} new ones: there must be a prompt, and no more "
                 f"than {self.max_positions} tokens in all"
             )
-        return goal
 
     def _ints(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from deepinfer_plugins.evaluation.engine import Generated, ReferenceEngine
+from deepinfer_plugins.features.sampling import SamplingParams
 from deepinfer_plugins.model.checkpoint import Checkpoint
 from deepinfer_plugins.model.draft import Drafted
 from deepinfer_plugins.model.make_checkpoint import make_checkpoint
@@ -61,6 +62,27 @@ def test_speculation_changes_no_token(case: Case, depth: int) -> None:
         assert all(len(v.confidence_logits) == depth for v in each.verifications)
         # The prompt gives one token, and each verification its accepted drafts and one more if the text goes on.
         assert 1 + sum(v.accepted + v.whole for v in each.verifications) == 7
+
+
+@pytest.mark.parametrize("depth", [1, 5, 8])
+def test_speculation_changes_no_sampled_token(case: Case, depth: int) -> None:
+    """Seeded, with every feature that looks at the tokens before; the checkpoint is random, so most drafts fail."""
+    params = [
+        SamplingParams(
+            seed=seed,
+            temperature=0.7,
+            top_k=40,
+            top_p=0.95,
+            min_p=0.01,
+            repetition_penalty=1.3,
+            frequency_penalty=0.5,
+            bad_words=[[5, 6]],
+        )
+        for seed in range(len(case.prompts))
+    ]
+    plain = case.engine.generate(case.prompts, 7, 0, params)
+    assert tokens(plain) != [each.token_ids[:7] for each in case.plain]
+    assert tokens(case.engine.generate(case.prompts, 7, depth, params)) == tokens(plain)
 
 
 def test_first_drafts_are_the_oracles(case: Case) -> None:

@@ -1,0 +1,236 @@
+"""``deepinfer-plugins evaluate``: how well a checkpoint predicts text, and how well its draft predicts it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from deepinfer_plugins.core import shipped
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from deepinfer_plugins.evaluation.measure import Evaluation, Runner
+    from deepinfer_plugins.evaluation.ngram import Floats
+    from deepinfer_plugins.model.config import ModelConfig
+
+_RUNNERS = {
+    "reference": "deepinfer_plugins.evaluation.measure:ReferenceRunner",
+    "vllm": "deepinfer_plugins.vllm_ext.evaluation:VllmRunner",
+    "sglang": "deepinfer_plugins.sglang_ext.evaluation:SglangRunner",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to measure.
+
+    Args:
+        engine: ``"reference"``, ``"vllm"`` or ``"sglang"``.
+        model: A folder or a Hugging Face id; None for ``DEEPINFER_HF_MODEL_DIR``, or else what comes with the package.
+        tokens: Held-out tokens to score; 0 for none.
+        prompts: Held-out prompts to continue; 0 for none.
+        new_tokens: Tokens after each prompt.
+        drafts: Drafts per step.
+        seed: Of the choice of text.
+        acceptance_log: File that the acceptance log is added to.
+    """
+
+    engine: str = "reference"
+    model: str | None = None
+    tokens: int = 8192
+    prompts: int = 48
+    new_tokens: int = 96
+    drafts: int = 5
+    seed: int = 0
+    acceptance_log: Path | None = None
+
+
+def main(request: Request, as_json: bool) -> int:
+    """Measure, and print a table or JSON.
+
+    Returns:
+        Exit status: 0 if everything measured is as good as the shipped checkpoint must be, 1 if not, 2 if it could
+        not be measured, which is then said on standard error.
+    """
+    # Matrices of small checkpoints gain nothing from a second thread, and on a CPU waiting for it costs tenfold.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    errors = Console(stderr=True)
+    started = time.monotonic()
+    try:
+        folder = _folder(request.model)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=errors) as progress:
+            found, version = _measure(request, folder, progress)
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        errors.print(f"evaluate: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    answer = {
+        "format": "deepinfer-plugins evaluation",
+        "version": 1,
+        "engine": request.engine,
+        "engine_version": version,
+        "model": str(folder),
+        "options": {
+            name: getattr(request, name) for name in ("tokens", "prompts", "new_tokens", "drafts", "seed")
+        },
+        "seconds": round(time.monotonic() - started, 1),
+        **found.as_dict(),
+    }
+    if as_json:
+        print(json.dumps(answer, indent=1))
+    else:
+        show(answer, found, Console())
+    return 0 if answer["ok"] else 1
+
+
+def _folder(model: str | None) -> Path:
+    """The checkpoint's folder."""
+    from deepinfer_plugins.core.settings import Settings
+    from deepinfer_plugins.model.checkpoint import resolve_model_folder
+
+    configured = Settings.from_env().hf_model_dir
+    if model is None:
+        return Path(configured) if configured else shipped.default_checkpoint()
+    return resolve_model_folder(model, configured, _download)
+
+
+def _download(model: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(model)
+
+
+def _measure(request: Request, folder: Path, progress: Progress) -> tuple[Evaluation, str]:
+    """Run the checkpoint, while the baseline learns beside it."""
+    from tokenizers import Tokenizer
+
+    from deepinfer_plugins.evaluation import text
+    from deepinfer_plugins.evaluation.measure import Evaluation, Perplexity
+    from deepinfer_plugins.features.calibration import read_logs
+    from deepinfer_plugins.model.checkpoint import Checkpoint
+
+    config = Checkpoint.open(folder).config
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    documents = shipped.read_documents(shipped.corpus())
+    chosen = text.choose(
+        tokenizer, documents, config.eos_token_id, request.tokens, request.prompts, request.seed
+    )
+    found = Evaluation()
+    with tempfile.TemporaryDirectory() as aside, ThreadPoolExecutor(1) as beside:
+        learned = beside.submit(_baseline, tokenizer, documents, config, chosen.scored)
+        log = Path(aside) / "acceptance"
+        task = progress.add_task(f"starting {request.engine}", total=1)
+        runner = _runner(request, folder, log)
+        progress.update(task, completed=1)
+        try:
+            version = runner.version
+            if chosen.scored:
+                task = progress.add_task("scoring tokens", total=sum(map(len, chosen.scored)))
+                scores = runner.log_probabilities(chosen.scored, partial(progress.advance, task))
+                task = progress.add_task("the n-gram baseline", total=1)
+                found.perplexity = Perplexity.of(scores, learned.result())
+                progress.update(task, completed=1)
+            if chosen.prompts and request.drafts:
+                task = progress.add_task("generating tokens", total=len(chosen.prompts) * request.new_tokens)
+                runner.generate(chosen.prompts, request.new_tokens, partial(progress.advance, task))
+                progress.update(task, completed=len(chosen.prompts) * request.new_tokens)
+        finally:
+            runner.close()
+        logs = [log] if log.exists() else []
+        if chosen.prompts and request.drafts:
+            found.add_log(read_logs(logs), request.engine)
+        if request.acceptance_log:
+            with request.acceptance_log.open("a", encoding="utf-8") as file:
+                file.writelines(path.read_text(encoding="utf-8") for path in logs)
+    for name, measured in (("perplexity", chosen.scored), ("acceptance", chosen.prompts and request.drafts)):
+        if not measured:
+            found.not_measured[name] = "not asked for"
+    return found, version
+
+
+def _baseline(
+    tokenizer: Tokenizer, documents: Sequence[shipped.Document], config: ModelConfig, scored: list[list[int]]
+) -> list[Floats]:
+    """What the n-gram model makes of the text that is scored; nothing if none is."""
+    import numpy as np
+
+    from deepinfer_plugins.evaluation.ngram import KneserNey
+    from deepinfer_plugins.evaluation.text import tokenize
+
+    if not scored:
+        return []
+    seen = [document for document in documents if not shipped.is_held_out(document.name)]
+    model = KneserNey(tokenize(tokenizer, seen, config.eos_token_id), config.vocab_size)
+    return [model.log_probabilities(np.array(piece)) for piece in scored]
+
+
+def _runner(request: Request, folder: Path, log: Path) -> Runner:
+    """Start what runs the checkpoint; an engine's room is reached by name."""
+    from deepinfer_plugins.evaluation import text
+
+    module, _, name = _RUNNERS[request.engine].partition(":")
+    runner = getattr(importlib.import_module(module), name)
+    longest = max(text.LENGTH, text.PROMPT_LENGTHS.stop + request.new_tokens)
+    return runner(folder, request.drafts if request.prompts else 0, log, longest + 1)
+
+
+def show(answer: dict[str, Any], found: Evaluation, console: Console) -> None:
+    """Print what was measured, what was not, and which bars hold."""
+    from deepinfer_plugins.evaluation.measure import noise_floor
+
+    console.print(
+        f"{escape(answer['model'])}\n{answer['engine']} {escape(answer['engine_version'])}, {answer['seconds']} s"
+    )
+    if found.perplexity is not None:
+        table = Table("perplexity", "order-3 Kneser-Ney", "ratio", title="held-out text")
+        table.caption = f"{found.perplexity.tokens} tokens"
+        values = (found.perplexity.model, found.perplexity.baseline, found.perplexity.ratio)
+        table.add_row(*(f"{value:.3f}" for value in values))
+        console.print(table)
+    if found.speculation is not None and found.calibration is not None:
+        table = Table("draft", "accepted", "if reached", "samples", title="drafts, greedy")
+        for column in ("temper-\nature", "error", "at 1", "by chance"):
+            table.add_column(column)
+        table.caption = (
+            f"{found.speculation.verifications} verifications, "
+            f"{found.speculation.mean_length:.3f} tokens each; errors are those of calibration, "
+            "at the temperature, at 1, and about what chance explains"
+        )
+        for rate, at in zip(found.speculation.rates, found.calibration.positions, strict=True):
+            floor = noise_floor(at.samples)
+            numbers = (at.temperature, at.error_after, at.error_before, floor)
+            table.add_row(
+                str(at.position + 1),
+                f"{rate:.3f}",
+                f"{at.acceptance:.3f}",
+                str(at.samples),
+                *(f"{number:.3f}" for number in numbers),
+            )
+        console.print(table)
+        console.print(f"DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE={found.calibration.setting}")
+    for name, why in found.not_measured.items():
+        console.print(f"[yellow]not measured:[/] {name}: {escape(why)}")
+    for check in found.checks():
+        verdict = {True: "[green]holds[/]", False: "[red]missed[/]", None: "[yellow]too few samples[/]"}
+        value = "none" if check.value is None else f"{check.value:.3f}"
+        console.print(f"{verdict[check.ok]} {check.name}: {value}, the bar is {check.bar}")

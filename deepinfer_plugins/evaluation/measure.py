@@ -1,0 +1,200 @@
+"""What is measured of a checkpoint, and how good it must be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from deepinfer_plugins.evaluation.ngram import Floats
+from deepinfer_plugins.features.calibration import BINS, Acceptance, AcceptanceLog, Calibration, calibrate
+
+# What the shipped checkpoint must reach.
+MOST_OF_BASELINE = 0.5
+LEAST_LENGTH = 3.0
+MOST_CALIBRATION_ERROR = 0.05
+
+
+class Runner(Protocol):
+    """A way to run a checkpoint. Drafts are verified greedily and logged in an acceptance log."""
+
+    @property
+    def version(self) -> str:
+        """Of the engine."""
+
+    def log_probabilities(
+        self, sequences: Sequence[Sequence[int]], on_tokens: Callable[[int], None]
+    ) -> list[Floats]:
+        """Of every token but each sequence's first, given those before it."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, on_tokens: Callable[[int], None]
+    ) -> None:
+        """Continue every prompt greedily, to the end of the text or for ``max_tokens``."""
+
+    def close(self) -> None:
+        """End what was started."""
+
+
+class ReferenceRunner:
+    """The reference loop.
+
+    Args:
+        folder: The checkpoint.
+        drafts: Drafts per step; 0 for none.
+        log: Where the acceptance log goes.
+        max_positions: Tokens of a sequence at most.
+    """
+
+    def __init__(self, folder: Path, drafts: int, log: Path, max_positions: int) -> None:
+        from deepinfer_plugins.core.settings import Settings
+        from deepinfer_plugins.evaluation.engine import ReferenceEngine
+        from deepinfer_plugins.platforms.detect import detect
+
+        chip = detect(Settings.from_env().accelerator)
+        self.version = f"on {chip}"
+        self._drafts, self._log = drafts, log
+        self._engine = ReferenceEngine(folder, chip.chip, max_positions, max_requests=16)
+
+    def log_probabilities(
+        self, sequences: Sequence[Sequence[int]], on_tokens: Callable[[int], None]
+    ) -> list[Floats]:
+        """See :class:`Runner`."""
+        return [found.numpy() for found in self._engine.log_probabilities(sequences, on_tokens)]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, on_tokens: Callable[[int], None]
+    ) -> None:
+        """See :class:`Runner`."""
+        stop = [self._engine.config.eos_token_id]
+        done = self._engine.generate(prompts, max_tokens, self._drafts, stop=stop, on_tokens=on_tokens)
+        found = [each for generated in done for each in generated.verifications]
+        if found:
+            with AcceptanceLog(self._log, engine="reference", sampling="greedy") as log:
+                log.write(
+                    [each.confidence_logits for each in found],
+                    [each.verified for each in found],
+                    [each.accepted for each in found],
+                )
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """On the same tokens, each as likely as the model, or the n-gram baseline, thinks it is given those before."""
+
+    tokens: int
+    model: float
+    baseline: float
+
+    @property
+    def ratio(self) -> float:
+        return self.model / self.baseline
+
+    @classmethod
+    def of(cls, model: Sequence[Floats], baseline: Sequence[Floats]) -> Perplexity:
+        """From log-probabilities of the same sequences.
+
+        Raises:
+            ValueError: They are not as many.
+        """
+        ours, theirs = np.concatenate(model), np.concatenate(baseline)
+        if [len(x) for x in model] != [len(x) for x in baseline]:
+            raise ValueError(
+                f"the engine scored {len(ours)} tokens in {len(model)} sequences, "
+                f"the baseline {len(theirs)} in {len(baseline)}"
+            )
+        return cls(len(ours), math.exp(-ours.mean()), math.exp(-theirs.mean()))
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How many drafts are accepted.
+
+    Args:
+        verifications: Steps of a request in which all its drafts were judged: those in which its text ended say
+            nothing of the drafts behind the end.
+        mean_length: Mean of accepted drafts and the one token more that a step always gives.
+        rates: Share of the verifications that accepted the draft of each position, and so all before it.
+    """
+
+    verifications: int
+    mean_length: float
+    rates: tuple[float, ...]
+
+    @classmethod
+    def of(cls, log: Acceptance) -> Speculation:
+        accepted = log.accepted[log.verified == log.depth]
+        rates = (accepted[:, None] > np.arange(log.depth)).mean(0)
+        return cls(len(accepted), float(accepted.mean()) + 1, tuple(rates.tolist()))
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A value, None if there were no samples, and its bar; ``ok`` is None where too little was measured to tell."""
+
+    name: str
+    value: float | None
+    bar: float
+    ok: bool | None
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """Everything that was measured; what was not has its reason in ``not_measured``, by name."""
+
+    perplexity: Perplexity | None = None
+    speculation: Speculation | None = None
+    calibration: Calibration | None = None
+    not_measured: dict[str, str] = field(default_factory=dict)
+
+    def add_log(self, log: Acceptance, source: str) -> None:
+        """Add speculation and calibration, or say that there is nothing to tell them from."""
+        if np.any(log.verified == log.depth) and log.depth:
+            self.speculation, self.calibration = Speculation.of(log), calibrate(log)
+            return
+        for name in ("acceptance", "calibration"):
+            self.not_measured[name] = f"{source} logged no verification of drafts"
+
+    def checks(self) -> list[Check]:
+        """The bars, for what was measured."""
+        found = []
+        if self.perplexity is not None:
+            ratio = self.perplexity.ratio
+            found.append(Check("perplexity / baseline", ratio, MOST_OF_BASELINE, ratio <= MOST_OF_BASELINE))
+        if self.speculation is not None:
+            length = self.speculation.mean_length
+            found.append(Check("acceptance length", length, LEAST_LENGTH, length >= LEAST_LENGTH))
+        if self.calibration is not None:
+            for position in self.calibration.positions:
+                error = position.error_after
+                name = f"calibration error, draft {position.position + 1}"
+                ok: bool | None = error <= MOST_CALIBRATION_ERROR
+                # Few samples scatter that far from a perfect calibration.
+                if not ok and noise_floor(position.samples) > MOST_CALIBRATION_ERROR / 2:
+                    ok = None
+                value = error if position.samples else None
+                found.append(Check(name, value, MOST_CALIBRATION_ERROR, ok))
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; what was not measured is null."""
+        return {
+            "perplexity": self.perplexity and {**asdict(self.perplexity), "ratio": self.perplexity.ratio},
+            "acceptance": self.speculation and asdict(self.speculation),
+            "calibration": self.calibration and self.calibration.as_dict(),
+            "not_measured": self.not_measured,
+            "checks": [asdict(check) for check in self.checks()],
+            "ok": not any(check.ok is False for check in self.checks()),
+        }
+
+
+def noise_floor(samples: int) -> float:
+    """About the calibration error that a perfectly calibrated confidence shows on so few samples."""
+    return math.sqrt(BINS / samples) / 3 if samples else math.inf
