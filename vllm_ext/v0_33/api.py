@@ -3,6 +3,7 @@
 A release that moves one of them needs a change here and in ``seams.py``, nowhere else.
 """
 
+from vllm import __version__ as VERSION
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
@@ -26,40 +27,45 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 __all__ = [
+    "VERSION",
+    "AdaptiveVerificationManager",
     "AttentionBackend",
     "AttentionCGSupport",
     "AttentionLayerBase",
     "AttentionMetadataBuilder",
     "CommonAttentionMetadata",
     "DefaultModelState",
+    "DraftModelSpeculator",
+    "GPUModelRunner",
     "InputBatch",
     "KVCacheGroupSpec",
     "KVCacheLayout",
     "KVCacheSpec",
+    "LogitsContext",
     "MLAAttentionSpec",
     "MultipleOf",
+    "NewRequestData",
     "RequestState",
+    "Sampler",
+    "SamplerOutput",
     "SlidingWindowMLASpec",
     "UniformTypeKVCacheSpecs",
     "VllmConfig",
-    "download_weights_from_hf",
-    "DraftModelSpeculator",
-    "LogitsContext",
-    "NewRequestData",
-    "Sampler",
-    "SamplerOutput",
     "compute_topk_scores",
-    "get_num_nans",
-    "get_num_sampled_and_rejected",
+    "download_weights_from_hf",
     "envs",
     "get_forward_context",
+    "get_num_nans",
+    "get_num_sampled_and_rejected",
 ]

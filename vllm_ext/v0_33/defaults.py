@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepinfer_plugins.core.settings import Settings, prefer
+
 ARCHITECTURE = "DeepseekV41ForCausalLM"
 DRAFT_ARCHITECTURE = "DSparkV41DraftModel"
 # As many drafts as a request may have.
@@ -68,6 +70,16 @@ def _check_speculation(speculative: Any) -> None:
             f"--speculative-config rejection_sample_method {speculative.rejection_sample_method}: deepinfer_plugins "
             "verifies by DEEPINFER_PLUGINS_VERIFY=auto, coupling or rejection; leave it out"
         )
+    # vLLM's flag is off unless set, so off says nothing.
+    speculative.enable_adaptive_verification = prefer(
+        "confidence-scheduled verification",
+        False,
+        (
+            "--speculative-config enable_adaptive_verification",
+            speculative.enable_adaptive_verification or None,
+        ),
+        ("DEEPINFER_ENABLE_MTP_VARLEN", Settings.from_env().varlen),
+    )
 
 
 def set_worker(vllm_config: Any, theirs: str, ours: str) -> None:

@@ -52,6 +52,43 @@ NO_HIDDEN_STATES = Patch(
     parameters=("spec_config",),
 )
 
+ANY_GRAPHS = Patch(
+    target="vllm.config.vllm:VllmConfig._validate_adaptive_verification",
+    why="vLLM schedules verification only with full CUDA graphs, whose sizes it times; ours does without",
+    upstream="none",
+    remove_when="vLLM asks the manager",
+)
+
+BUDGET = Patch(
+    target="vllm.v1.worker.gpu.model_runner:maybe_create_adaptive_verification_manager",
+    why="vLLM's manager would see the confidence of a draft before it decides on that draft, and wants CUDA graphs",
+    upstream="vllm-project/vllm#36219",
+    remove_when="the manager can be registered",
+    parameters=(
+        "enable_adaptive_verification",
+        "req_states",
+        "query_start_loc",
+        "max_total_logits",
+        "vllm_config",
+    ),
+)
+
+GRAPH_MODE = Patch(
+    target="vllm.v1.worker.gpu.model_runner:resolve_adaptive_cudagraph_mode",
+    why="it fails without full CUDA graphs",
+    upstream="none",
+    remove_when="vLLM schedules verification without them",
+    parameters=("mode",),
+)
+
+DEPTH = Patch(
+    target="vllm.engine.arg_utils:EngineArgs.create_speculative_config",
+    why="DEEPINFER_USE_NEXTN_DECODE asks for drafts where no flag does",
+    upstream="none",
+    remove_when="never: the setting is DeepInfer's",
+    parameters=("target_model_config", "target_parallel_config"),
+)
+
 ALL_PARAMETERS = Patch(
     target="vllm.sampling_params:SamplingParams._validate_spec_decode",
     why="vLLM verifies drafts without min_p and logit_bias and so refuses them; we verify with every parameter",
@@ -83,9 +120,9 @@ SEED_REPORTED = Patch(
 )
 
 # Made when vLLM loads its plugins; when it configures our model; and when a worker starts for that.
-PATCHES: tuple[Patch, ...] = (LOCAL_FOLDER, OFFLINE, INVARIANT_OPERATORS)
-ENGINE_PATCHES: tuple[Patch, ...] = (ALL_PARAMETERS, SEED_CHOSEN, SEED_KEPT, SEED_REPORTED)
-WORKER_PATCHES: tuple[Patch, ...] = (SPECULATOR, NO_HIDDEN_STATES)
+PATCHES: tuple[Patch, ...] = (LOCAL_FOLDER, OFFLINE, INVARIANT_OPERATORS, DEPTH)
+ENGINE_PATCHES: tuple[Patch, ...] = (ANY_GRAPHS, ALL_PARAMETERS, SEED_CHOSEN, SEED_KEPT, SEED_REPORTED)
+WORKER_PATCHES: tuple[Patch, ...] = (SPECULATOR, NO_HIDDEN_STATES, BUDGET, GRAPH_MODE)
 
 _FOLDER = "DEEPINFER_HF_MODEL_DIR"
 _RELEASE = "deepseek-v4.1-flash"
@@ -97,12 +134,15 @@ def apply(settings: Settings) -> None:
     wrap(INVARIANT_OPERATORS, _for_other_models)
     if settings.hf_model_dir is not None:
         wrap(LOCAL_FOLDER, _with_folder)
+    if settings.draft_tokens is not None:
+        wrap(DEPTH, _with_depth)
 
 
 def apply_in_engine() -> None:
     """Apply what the engine around our model needs. Applying again does nothing."""
     from deepinfer_plugins.vllm_ext.v0_33 import seeds
 
+    wrap(ANY_GRAPHS, _unless_ours)
     wrap(ALL_PARAMETERS, _with_other_drafts)
     wrap(SEED_CHOSEN, seeds.choosing)
     wrap(SEED_KEPT, seeds.keeping)
@@ -113,6 +153,8 @@ def apply_in_worker() -> None:
     """Apply what the runner of our model needs. Applying again does nothing."""
     wrap(SPECULATOR, _own_speculator)
     wrap(NO_HIDDEN_STATES, _none_for_our_draft)
+    wrap(BUDGET, _own_budget)
+    wrap(GRAPH_MODE, _without_graphs)
 
 
 def _own_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,6 +172,79 @@ def _none_for_our_draft(original: Callable[..., Any]) -> Callable[..., Any]:
         return not defaults.has_our_draft(spec_config) and bool(original(spec_config))
 
     return requires_aux_hidden_states
+
+
+def _own_budget(original: Callable[..., Any]) -> Callable[..., Any]:
+    from deepinfer_plugins.vllm_ext.v0_33.deepseek_v41 import budget
+
+    def maybe_create_adaptive_verification_manager(
+        *,
+        enable_adaptive_verification: bool,
+        req_states: Any,
+        query_start_loc: Any,
+        max_total_logits: int,
+        vllm_config: Any,
+        **others: Any,
+    ) -> Any:
+        if enable_adaptive_verification and defaults.runs_our_model(vllm_config):
+            return budget.make(req_states, query_start_loc, max_total_logits)
+        return original(
+            enable_adaptive_verification=enable_adaptive_verification,
+            req_states=req_states,
+            query_start_loc=query_start_loc,
+            max_total_logits=max_total_logits,
+            vllm_config=vllm_config,
+            **others,
+        )
+
+    return maybe_create_adaptive_verification_manager
+
+
+def _without_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
+    def resolve_adaptive_cudagraph_mode(mode: Any, **others: Any) -> Any:
+        return original(mode, **others) if mode.has_full_cudagraphs() else mode
+
+    return resolve_adaptive_cudagraph_mode
+
+
+def _unless_ours(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _validate_adaptive_verification(self: Any) -> None:
+        if not defaults.runs_our_model(self):
+            original(self)
+
+    return _validate_adaptive_verification
+
+
+def _with_depth(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_speculative_config(self: Any, target_model_config: Any, target_parallel_config: Any) -> Any:
+        depth = Settings.from_env().draft_tokens
+        if depth is not None and defaults.ARCHITECTURE in target_model_config.architectures:
+            _ask_for_drafts(self, depth)
+        return original(self, target_model_config, target_parallel_config)
+
+    return create_speculative_config
+
+
+def _ask_for_drafts(arguments: Any, depth: int) -> None:
+    """Put ``DEEPINFER_USE_NEXTN_DECODE`` into vLLM's arguments.
+
+    Raises:
+        SettingError: If these ask for another number.
+    """
+    asked = dict(arguments.speculative_config or {})
+    given = asked.get("num_speculative_tokens", asked.get("num-speculative-tokens", arguments.spec_tokens))
+    speculates = bool(asked) or (arguments.spec_method, arguments.spec_model, given) != (None, None, None)
+    if given is None and speculates:
+        # Without a number, vLLM takes the checkpoint's.
+        given = "the checkpoint's number of" if depth == 0 else depth
+    if given is not None and given != depth:
+        raise SettingError(
+            f"--speculative-config asks for {given} drafts and DEEPINFER_USE_NEXTN_DECODE for {depth}; "
+            "set them alike or unset one"
+        )
+    if depth and arguments.spec_tokens is None:
+        method = {} if arguments.spec_method else {"method": "dspark"}
+        arguments.speculative_config = {**method, **asked, "num_speculative_tokens": depth}
 
 
 def _with_other_drafts(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -110,6 +110,28 @@ SEAMS = (
         "draft",
         ("input_batch", "attn_metadata", "dummy_run", "num_speculative_tokens"),
     ),
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager.compact_batch",
+        "lay out the host's side of a trimmed batch",
+        ("num_draft_tokens_per_req", "num_scheduled_tokens", "cu_num_logits_np"),
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager.reallocate_drafts",
+        "trim drafts on the device",
+        ("req_ids", "idx_mapping"),
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager.get_num_tokens",
+        "choose a budget",
+        ("num_tokens_per_req", "draft_tokens"),
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager.record_confidences",
+        "see confidences",
+        ("confidence_probs", "input_batch"),
+    ),
+    Seam("vllm.v1.worker.gpu.model_runner:GPUModelRunner._dummy_run", "time steps", ("num_tokens",)),
+    Seam("vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model", "time steps once they can run"),
     Seam("vllm.v1.worker.gpu_worker:Worker.init_device", "change the runner before it is made"),
     Seam("vllm.v1.worker.gpu_worker:Worker.reload_weights", "refuse in time"),
     Seam("vllm.v1.worker.cpu_worker:CPUWorker.init_device", "change the runner before it is made"),

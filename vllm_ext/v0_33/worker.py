@@ -11,6 +11,8 @@ from deepinfer_plugins.vllm_ext.v0_33 import patches
 class WorkerMixin:
     """To be put before one of vLLM's workers."""
 
+    model_runner: Any
+
     def init_device(self) -> None:
         patches.apply_in_worker()
         super().init_device()  # type: ignore[misc]
@@ -19,6 +21,14 @@ class WorkerMixin:
                 f"another package replaced what deepinfer_plugins changed in vLLM: {', '.join(lost)}; "
                 "leave it out with VLLM_PLUGINS"
             )
+
+    def compile_or_warm_up_model(self) -> Any:
+        done = super().compile_or_warm_up_model()  # type: ignore[misc]
+        # Its imports are the runner's.
+        from deepinfer_plugins.vllm_ext.v0_33.deepseek_v41 import budget
+
+        budget.provide_curve(self.model_runner)
+        return done
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Refuse while the weights are still there: vLLM's own method lets go of them before it asks the model."""

@@ -253,6 +253,9 @@ def prefixes(
 class Verifier:
     """What the model runner calls ``rejection_sampler``: the drafts that each request keeps, and a token more."""
 
+    # vLLM's warm-up switches it; here it makes no difference.
+    enable_adaptive_verification = False
+
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deepinfer_plugins.core.settings import SettingError, Settings
 from deepinfer_plugins.model.step import Caches, Paged, Step
 from deepinfer_plugins.vllm_ext.v0_33 import api
+from deepinfer_plugins.vllm_ext.v0_33.deepseek_v41.budget import NO_CONFIDENCE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,6 +72,23 @@ def at_requests(caches: Mapping[int, Paged], requests: torch.Tensor, last: int) 
     return made
 
 
+def temperatures(depth: int) -> tuple[float, ...]:
+    """``DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE``, one for each draft.
+
+    Raises:
+        SettingError: If it has several, but fewer than there are drafts.
+    """
+    asked = Settings.from_env().confidence_temperatures or (1.0,)
+    if len(asked) == 1:
+        return asked * depth
+    if len(asked) < depth:
+        raise SettingError(
+            f"DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE has {len(asked)} temperatures and there are {depth} drafts; "
+            "give one for all, or one for each"
+        )
+    return asked[:depth]
+
+
 class Speculator(api.DraftModelSpeculator):
     """What the model runner calls ``speculator``.
 
@@ -99,9 +118,10 @@ class Speculator(api.DraftModelSpeculator):
         self.dcp_size = 1
         self.pcp_manager = None
         self.supports_mm_inputs = False
-        self.draft_token_confidence_probs = torch.ones(
-            (req_states.max_num_reqs, self.depth), dtype=torch.float32, device=device
+        self.draft_token_confidence_probs = torch.full(
+            (req_states.max_num_reqs, self.depth), NO_CONFIDENCE, device=device
         )
+        self._temperatures = temperatures(self.depth)
 
     def load_model(self, target_model: DeepseekV41ForCausalLM) -> None:
         self.model = target_model
@@ -138,6 +158,7 @@ class Speculator(api.DraftModelSpeculator):
             int64 ``[num_requests, depth]``; :data:`NO_DRAFT` where nothing was drafted.
         """
         depth = self.depth if num_speculative_tokens is None else num_speculative_tokens
+        self.draft_token_confidence_probs[: input_batch.num_reqs] = NO_CONFIDENCE
         drafts = torch.full(
             (input_batch.num_reqs, self.depth), NO_DRAFT, dtype=torch.int64, device=self.device
         )
@@ -168,7 +189,11 @@ class Speculator(api.DraftModelSpeculator):
         sample = self.model_state.sampler.state.draft_sampler(slots, positions + 1)
         drafted = self.model.model.draft(step, Caches({}, {}, {}, {}, caches), depth, sample)
         drafts[requests, :depth] = drafted.tokens
-        self.draft_token_confidence_probs[requests, :depth] = drafted.confidences()
+        confidences = drafted.confidences(self._temperatures[:depth])
+        # What was not drafted is never accepted.
+        self.draft_token_confidence_probs[requests] = torch.nn.functional.pad(
+            confidences, (0, self.depth - depth)
+        )
         return drafts
 
     def _measure(self, num_requests: int) -> None:

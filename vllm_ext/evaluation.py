@@ -1,0 +1,78 @@
+"""Runs a checkpoint in vLLM for ``deepinfer-plugins evaluate``, through vLLM's own Python interface."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+# Requests per call, so that progress is seen.
+AT_ONCE = 16
+
+
+class VllmRunner:
+    """``vllm.LLM`` with our model, which drafts and writes the acceptance log.
+
+    Args:
+        folder: The checkpoint.
+        drafts: Drafts per step; 0 for none.
+        log: Where the acceptance log goes.
+        max_positions: Tokens of a sequence at most.
+    """
+
+    def __init__(self, folder: Path, drafts: int, log: Path, max_positions: int) -> None:
+        os.environ["DEEPINFER_PLUGINS_ACCEPTANCE_LOG"] = str(log)
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        from vllm import LLM, __version__
+
+        self.version: str = __version__
+        options: dict[str, Any] = {}
+        if drafts:
+            options["speculative_config"] = {"method": "dspark", "num_speculative_tokens": drafts}
+        # Every prompt is scored: one that a cached prefix spares has no log-probabilities.
+        self._llm = LLM(str(folder), max_model_len=max_positions, enable_prefix_caching=False, **options)
+
+    def log_probabilities(
+        self, sequences: Sequence[Sequence[int]], on_tokens: Callable[[int], None]
+    ) -> list[npt.NDArray[np.float64]]:
+        """Of every token but each sequence's first, given those before it: vLLM's prompt log-probabilities."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        found = []
+        for output in self._generate(sequences, params, on_tokens, counts=list(map(len, sequences))):
+            tokens, scores = output.prompt_token_ids, output.prompt_logprobs
+            found.append(np.array([at[token].logprob for token, at in zip(tokens[1:], scores[1:])]))
+        return found
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, on_tokens: Callable[[int], None]
+    ) -> None:
+        """Continue every prompt greedily, to the end of the text or for ``max_tokens``."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False)
+        self._generate(prompts, params, on_tokens, counts=[max_tokens] * len(prompts))
+
+    def close(self) -> None:
+        """End the engine."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Any,
+        on_tokens: Callable[[int], None],
+        counts: Sequence[int],
+    ) -> list[Any]:
+        outputs: list[Any] = []
+        for first in range(0, len(prompts), AT_ONCE):
+            tokens = [{"prompt_token_ids": list(prompt)} for prompt in prompts[first : first + AT_ONCE]]
+            outputs += self._llm.generate(tokens, params, use_tqdm=False)
+            on_tokens(sum(counts[first : first + AT_ONCE]))
+        return outputs
