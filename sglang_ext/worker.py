@@ -8,20 +8,26 @@ kept, so that a request may be aborted, retracted or resumed at any time.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_observability, get_schedule, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
+from deepinfer_plugins.core.settings import Settings
 from deepinfer_plugins.features.sampling import Rows
+from deepinfer_plugins.features.schedule import Plan
 from deepinfer_plugins.features.verification import verify
 from deepinfer_plugins.model.step import NO_TOKEN
+from deepinfer_plugins.sglang_ext import speculation
+from deepinfer_plugins.sglang_ext.budget import Budget, Clock, cost_curve
+from deepinfer_plugins.sglang_ext.metrics import PHASES, Metrics
 
 
 class Window(NamedTuple):
@@ -67,6 +73,25 @@ class Window(NamedTuple):
         return cls(request, place, offsets, token_ids, prefix)
 
 
+class Outcome(NamedTuple):
+    """What became of a step, on its way to the host.
+
+    Args:
+        slots: int64 ``[requests]``, on the host.
+        plan: The schedule's; None if it verified everything.
+        marks: Four of the clock's, around the phases.
+        numbers: fp32 ``[requests, 2 + depth]``, on the host once the last mark is passed: drafts verified, drafts
+            accepted, confidences.
+        num_rows: Of the verification.
+    """
+
+    slots: torch.Tensor
+    plan: Plan | None
+    marks: tuple[Any, ...]
+    numbers: torch.Tensor
+    num_rows: int
+
+
 class DraftingWorker(BaseSpecWorker):
     """One scheduler step: draft, verify, accept.
 
@@ -84,6 +109,44 @@ class DraftingWorker(BaseSpecWorker):
         self._runner = target_worker.model_runner
         self._network = self._runner.model.network
         self._sampling = self._runner.model.sampling
+        self._settings = Settings.from_env()
+        self._is_scheduled = speculation.is_scheduled(self._settings)
+        self._budget: Budget | None = None
+        self._metrics = Metrics() if get_observability().enable_metrics else None
+        self._clock = Clock(torch.device(self._runner.device))
+        self._outcomes: deque[Outcome] = deque()
+
+    def init_cuda_graphs(self) -> None:
+        """There are none; but pools and backends are there now, and a step can be timed."""
+        if not self._is_scheduled:
+            return
+        most = get_schedule().max_running_requests * (self.depth + 1)
+        curve = None
+        if self._settings.verify_budget == "auto":
+            key = {
+                "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+                "most": most,
+            }
+            key |= {"config": repr(self._network.config)}
+            curve = cost_curve(self._settings, most, self._time_step, key)
+        num_slots = self._runner.req_to_token_pool.req_to_token.shape[0]
+        self._budget = Budget(num_slots, self.depth, curve, self._settings)
+
+    @torch.no_grad()
+    def _time_step(self, num_rows: int) -> float:
+        """Milliseconds of a step of so many requests of one token, in the place that padding has in the caches."""
+        device = torch.device(self._runner.device)
+        nowhere = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        tokens = torch.arange(num_rows, device=device) % self._network.config.vocab_size
+        start = self._clock.mark()
+        step = self._runner.attn_backend.step(
+            nowhere, torch.arange(num_rows, device=device), tokens, nowhere, nowhere
+        )
+        self._network.logits(self._network(step, self._runner.attn_backend.caches(nowhere, 1)))
+        end = self._clock.mark()
+        if device.type == "cuda":
+            end.synchronize()
+        return self._clock.milliseconds(start, end)
 
     @property
     def preloaded_weights_bytes(self) -> int:
@@ -113,7 +176,14 @@ class DraftingWorker(BaseSpecWorker):
             return self._prefill(batch, on_publish)
         return self._decode(batch, on_publish, grammar_barrier)
 
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        """SGLang has a step's tokens on the host, and so our numbers of it are there too."""
+        self._collect()
+
     def _prefill(self, batch: Any, on_publish: Any) -> GenerationBatchResult:
+        if self._budget is not None:
+            decoding = {id(req) for req in batch.decoding_reqs or ()}
+            self._budget.forget([req.kv.req_pool_idx for req in batch.reqs if id(req) not in decoding])
         result = self._target_worker.forward_batch_generation(batch)
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
@@ -125,29 +195,36 @@ class DraftingWorker(BaseSpecWorker):
 
     @torch.no_grad()
     def _decode(self, batch: Any, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
+        self._collect()
+        plan = None if self._budget is None else self._budget.plan(batch.req_pool_indices_cpu)
         backend, state = self._runner.attn_backend, self._sampling.state
         # The last token's position is the number of tokens before it.
         last, positions = batch.spec_info.bonus_tokens.long(), batch.seq_lens.long()
         slots = batch.req_pool_indices.long()
+        num_requests = slots.shape[0]
         caches = backend.caches(slots, batch.spec_info.nxt_kv_lens_cpu.max().item())
-        requests = torch.arange(slots.shape[0], device=slots.device)
+        requests = torch.arange(num_requests, device=slots.device)
 
-        sampler = state.draft_sampler(slots, positions + 1)
+        started = self._clock.mark()
         step = backend.step(slots, requests, last, positions, positions)
-        drafted = self._network.draft(step, caches, self.depth, sampler)
-
-        num_rows = slots.shape[0] * (self.depth + 1)
-        window = Window.of(last, drafted.tokens, None, num_rows)
+        drafted = self._network.draft(step, caches, self.depth, state.draft_sampler(slots, positions + 1))
+        has_drafted = self._clock.mark()
+        confidences, lengths, num_drafts = None, None, num_requests * self.depth
+        if self._budget is not None and plan is not None:
+            confidences, num_drafts = drafted.confidences(self._budget.temperatures), plan.budget
+            lengths = self._budget.lengths(confidences, plan)
+        window = Window.of(last, drafted.tokens, lengths, num_requests + num_drafts)
         tree = None
         if batch.has_grammar:
             # Starts a copy to the host that is awaited after the forward is on its way.
             tree = GrammarTree.from_linear_chain(torch.cat([last[:, None], drafted.tokens], dim=1))
+
         row_positions = positions[window.request] + window.place
         step = backend.step(slots, window.request, window.token_ids, row_positions, positions)
         logits = self._network.logits(self._network(step, caches))
+        has_run = self._clock.mark()
         if tree is not None:
             self._apply_grammar(logits, window, batch, tree, grammar_barrier)
-
         rows = Rows(slots[window.request], row_positions + 1, window.prefix)
         verified = verify(state, logits, rows, window.offsets)
         accepted = verified.num_accepted
@@ -158,16 +235,53 @@ class DraftingWorker(BaseSpecWorker):
         output = LogitsProcessorOutput(next_token_logits=None)
         if batch.return_logprob:
             self._report_logprobs(output, verified, batch)
+        marks = (started, has_drafted, has_run, self._clock.mark())
+        self._await(batch.req_pool_indices_cpu, plan, marks, window, accepted, confidences)
         bonus = verified.tokens.gather(1, accepted[:, None])[:, 0]
         return GenerationBatchResult(
             logits_output=output,
             next_token_ids=verified.tokens.flatten(),
             accept_lens=(accepted + 1).int(),
+            cap_lens=None if lengths is None else (lengths + 1).int(),
             next_draft_input=make_draft_input_v2(bonus_tokens=bonus, new_seq_lens=new_lengths),
             speculative_num_draft_tokens=self.speculative_num_draft_tokens,
             speculative_output_stride=verified.tokens.shape[1],
             new_seq_lens=new_lengths,
         )
+
+    def _await(
+        self,
+        slots: torch.Tensor,
+        plan: Plan | None,
+        marks: tuple[Any, ...],
+        window: Window,
+        accepted: torch.Tensor,
+        confidences: torch.Tensor | None,
+    ) -> None:
+        """Start to copy to the host what :meth:`_collect` will want of this step."""
+        if self._metrics is None and plan is None:
+            return
+        if confidences is None:
+            confidences = torch.empty(len(accepted), 0, device=accepted.device)
+        numbers = torch.cat([(window.offsets.diff() - 1)[:, None], accepted[:, None], confidences], dim=1)
+        numbers = numbers.to("cpu", non_blocking=True)
+        num_rows = window.request.shape[0]
+        self._outcomes.append(Outcome(slots, plan, (*marks, self._clock.mark()), numbers, num_rows))
+
+    def _collect(self) -> None:
+        """Hand on what has arrived on the host, without waiting for what has not."""
+        while self._outcomes and self._clock.passed(self._outcomes[0].marks[-1]):
+            slots, plan, marks, numbers, num_rows = self._outcomes.popleft()
+            times = (self._clock.milliseconds(a, b) for a, b in zip(marks[:3], marks[1:4], strict=True))
+            phases = dict(zip(PHASES, times, strict=True))
+            if self._metrics is not None:
+                verified, accepted = numbers[:, :2].long().T.tolist()
+                self._metrics.observe(self.depth, verified, accepted, phases)
+            if self._budget is not None and plan is not None:
+                self._budget.record(slots, numbers[:, 2:], plan)
+                if self._budget.cost is not None:
+                    self._budget.cost.observe_forward(num_rows, phases["forward"])
+                    self._budget.cost.observe_sampler(len(slots), phases["draft"] + phases["sample"])
 
     def _apply_grammar(
         self, logits: torch.Tensor, window: Window, batch: Any, tree: GrammarTree, barrier: Any

@@ -1,0 +1,149 @@
+"""How many drafts a step verifies, by ``features.schedule``, and what its steps took, measured by whom it concerns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.dspark_components.dspark_sps import SpsCostTable, load_sps_table_from_path
+from sglang.srt.speculative.dspark_components.dspark_sts import load_sts_calibration_from_path
+
+from deepinfer_plugins.core.settings import SettingError, Settings, prefer
+from deepinfer_plugins.features.cost_curve import CostCurve, CostModel, CurveCache, measure
+from deepinfer_plugins.features.schedule import Plan, VerificationSchedule, split_on_device
+
+
+class Clock:
+    """Marks on the stream that runs a step, and the time between them once it is there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+
+    def mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def passed(self, mark: Any) -> bool:
+        """Whether the device has come to the mark, and so whatever was copied before it is there."""
+        return not self._on_gpu or bool(mark.query())
+
+    def milliseconds(self, start: Any, end: Any) -> float:
+        """Between two marks that are passed."""
+        return float(start.elapsed_time(end)) if self._on_gpu else 1000 * (end - start)
+
+
+def temperatures(settings: Settings, depth: int) -> tuple[float, ...]:
+    """By which confidences' logits are divided: one for all drafts, or one for each.
+
+    Raises:
+        SettingError: If SGLang's file and DeepInfer's variable differ, or have too few.
+    """
+    path = get_spec().speculative_dspark_confidence_sts_path
+    found = prefer(
+        "temperatures of confidences",
+        (1.0,),
+        (
+            f"--speculative-dspark-confidence-sts-path {path}",
+            tuple(load_sts_calibration_from_path(path).temperatures) if path else None,
+        ),
+        ("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", settings.confidence_temperatures),
+    )
+    if 1 < len(found) < depth:
+        raise SettingError(
+            f"temperatures of confidences: {len(found)} for {depth} drafts; give one, or one per draft"
+        )
+    return found[:depth]
+
+
+def sizes(most: int) -> list[int]:
+    """Numbers of rows to time a step at: every one up to 4, then two between doublings, up to ``most``."""
+    found = {most, *range(1, min(most, 4) + 1)}
+    size = 4
+    while size < most:
+        found |= {min(size * 5 // 4, most), min(size * 3 // 2, most), min(size * 2, most)}
+        size *= 2
+    return sorted(found)
+
+
+def cost_curve(settings: Settings, most: int, run: Callable[[int], float], key: dict[str, Any]) -> CostCurve:
+    """What a step costs by its rows: from the file that was named, from the last start's, or measured.
+
+    Args:
+        settings: The environment.
+        most: Rows of the largest step.
+        run: Runs a step of so many rows, and returns its milliseconds.
+        key: What the times depend on.
+
+    Raises:
+        SettingError: If a flag and a variable name a file each.
+    """
+    table = get_spec().speculative_dspark_sps_table_path
+    if table and settings.cost_curve:
+        raise SettingError(
+            f"--speculative-dspark-sps-table-path {table} and DEEPINFER_PLUGINS_COST_CURVE={settings.cost_curve} both "
+            "say what a step costs; unset one"
+        )
+    if settings.cost_curve:
+        return CostCurve.load(settings.cost_curve)
+    if table:
+        rates = load_sps_table_from_path(table)
+        if not isinstance(rates, SpsCostTable):
+            raise SettingError(
+                f"--speculative-dspark-sps-table-path {table}: a table of sums is not supported; give one with "
+                "sample_batch_tokens and sample_steps_per_sec, or DEEPINFER_PLUGINS_COST_CURVE"
+            )
+        return CostCurve(
+            tuple(rates.sample_batch_tokens), tuple(1000 / rate for rate in rates.sample_steps_per_sec)
+        )
+    cache = CurveCache(settings.curve_cache, settings.curve_cache_ttl_s) if settings.curve_cache else None
+    curve = cache.load(key) if cache else None
+    if curve is None:
+        curve = measure(run, sizes(most))
+        if cache:
+            cache.save(key, curve)
+    return curve
+
+
+class Budget:
+    """Plans the steps of one worker.
+
+    Args:
+        num_slots: Slots that requests may have.
+        depth: Drafts per request.
+        curve: What a step costs; None: nothing is known.
+        settings: The environment.
+    """
+
+    def __init__(self, num_slots: int, depth: int, curve: CostCurve | None, settings: Settings) -> None:
+        self.cost = None if curve is None else CostModel(curve)
+        self._depth = depth
+        self._schedule = VerificationSchedule(num_slots, depth, self.cost, settings.verify_budget)
+        self.temperatures = temperatures(settings, depth)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """These slots have new owners."""
+        self._schedule.forget(list(slots))
+
+    def plan(self, slots: torch.Tensor) -> Plan:
+        """The next step's.
+
+        Args:
+            slots: int64 ``[requests]``, on the host.
+        """
+        owners = slots.numpy()
+        return self._schedule.plan(owners, [self._depth] * len(owners), on_device=True)
+
+    def lengths(self, confidences: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Drafts of each request that the step verifies, int64 ``[requests]``, on the device."""
+        available = torch.full(confidences.shape[:1], self._depth, device=confidences.device)
+        return split_on_device(confidences, available, plan.budget)
+
+    def record(self, slots: torch.Tensor, confidences: torch.Tensor, plan: Plan) -> None:
+        """Take in, on the host, what a step drafted."""
+        self._schedule.record(slots.numpy(), confidences.numpy(), plan.step)
