@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import platform
 import time
 from pathlib import Path
@@ -74,6 +75,7 @@ def main() -> None:
         "chip": platform.processor() or platform.machine(),
         "versions": {name: importlib.metadata.version(name) for name in ("numpy",)},
         "commit": arguments.commit,
+        "load_average_before": os.getloadavg()[0],
     }
     for name, on_device in (("split on the host", False), ("split on the device", True)):
         result[name] = measure(arguments.requests, arguments.depth, on_device, arguments.steps)

@@ -92,21 +92,17 @@ def rates_of(confidences: ArrayLike) -> Rates:
     return rates
 
 
-def choose_budget(rates: NDArray[np.floating], without: float, step_ms: NDArray[np.float64]) -> int:
+def choose_budget(expected: NDArray[np.float64], step_ms: NDArray[np.float64]) -> int:
     """The number of drafts that maximises expected tokens per millisecond.
 
     Every candidate is looked at: the times need not rise, and a dip behind a step of them is found. Of equal
     maxima the smallest number wins.
 
     Args:
-        rates: ``[drafts]``, descending.
-        without: Tokens that the step yields without any draft.
-        step_ms: ``[candidates]``, from 1 to drafts + 1 of them: entry k is the time with k drafts.
+        expected: ``[drafts + 1]``: entry k is the tokens that a step with k drafts yields.
+        step_ms: ``[candidates]``, from 1 to drafts + 1 of them: entry k is its time.
     """
-    expected = np.empty(len(step_ms))
-    expected[0] = without
-    expected[1:] = rates[: len(step_ms) - 1]
-    return int(np.argmax(np.cumsum(expected) / step_ms))
+    return int(np.argmax(expected[: len(step_ms)] / step_ms))
 
 
 def split(rates: Rates, available: Ints, budget: int) -> Ints:
@@ -253,7 +249,6 @@ class VerificationSchedule:
         self._check("available drafts", drafts, self.depth + 1)
         num_requests, total = len(owners), int(drafts.sum())
         rows = num_requests if rows is None else rows
-        without = float(num_requests if sampling is None else sampling)
         limit = total if max_drafts is None else max(0, min(total, max_drafts))
         step, self._next_step = self._next_step, self._next_step + 1
 
@@ -262,7 +257,10 @@ class VerificationSchedule:
         of_these = self._drafted_in[owners] == self._planned_in[owners]
         self._planned_in[owners] = step
         seen = self._rates.take(owners + self.num_slots * (turn ^ of_these), axis=1)
-        seen = np.sort(_present(seen, drafts, total), axis=None)[::-1][:total]
+        expected = np.empty(total + 1)
+        expected[0] = num_requests if sampling is None else sampling
+        expected[1:] = np.sort(_present(seen, drafts, total), axis=None)[::-1][:total]
+        expected = np.cumsum(expected)
 
         step_ms = None if self.cost is None else self.cost.step_ms(rows, limit, num_requests)
         if self._kind == "none":
@@ -272,12 +270,12 @@ class VerificationSchedule:
         elif self._kind == "all" or step_ms is None:
             budget = limit
         else:
-            budget = choose_budget(seen, without, step_ms)
+            budget = choose_budget(expected, step_ms)
         return Plan(
             step,
             budget,
             None if on_device else split(self._latest(owners), drafts, budget),
-            without + float(seen[:budget].sum(dtype=np.float64)),
+            float(expected[budget]),
             float("nan") if step_ms is None or budget >= len(step_ms) else float(step_ms[budget]),
         )
 
