@@ -65,7 +65,7 @@ def curve(arguments: argparse.Namespace) -> CostCurve:
         "commit": arguments.commit,
     }
     with torch.inference_mode():
-        return measure(run, arguments.sizes, **facts)
+        return measure(run, arguments.sizes, padded=False, **facts)
 
 
 def main() -> None:

@@ -53,8 +53,12 @@ def published() -> dict[str, CostCurve]:
         for share, b in zip(awake, sizes, strict=True)
     ]
     return {
-        "dense": CostCurve(tuple(sizes), tuple(dense), {"source": "shape of sglang pull request 35413"}),
-        "experts": CostCurve(tuple(sizes), tuple(experts), {"source": "MoESD's experts, H200 data sheet"}),
+        "dense": CostCurve(
+            tuple(sizes), tuple(dense), facts={"source": "shape of sglang pull request 35413"}
+        ),
+        "experts": CostCurve(
+            tuple(sizes), tuple(experts), facts={"source": "MoESD's experts, H200 data sheet"}
+        ),
     }
 
 

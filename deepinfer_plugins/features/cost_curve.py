@@ -1,14 +1,15 @@
 """What a step costs by its number of rows: measured at start-up, refined while running, kept between starts.
 
-A *cost curve* is a list of sizes with milliseconds. An engine runs a step of some rows padded to a size that it
-has captured or profiled, so the cost of a step is a staircase: that of the smallest size that holds it.
+A *cost curve* is a list of sizes with milliseconds. An engine with captured graphs runs a step padded to a captured
+size, so the cost of a step is a staircase: that of the smallest size that holds it. One without graphs pads nothing;
+its sizes are samples, and between them the cost is interpolated linearly.
 Nothing says that it rises; a larger size can be faster (another kernel), and the schedule makes use of that.
 
 The file of a curve is JSON, ours or a user's own::
 
     {"format": "deepinfer-plugins cost curve", "version": 1, "sizes": [1, 8, 64], "milliseconds": [4.1, 4.2, 5.9]}
 
-Other keys say where it came from; they are kept and not read.
+``"padded": false`` says that steps are not padded. Other keys say where it came from; they are kept and not read.
 
 Source: section 4.2.1 of the model's fact sheet.
 """
@@ -25,7 +26,7 @@ import tempfile
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +53,7 @@ class CostCurve:
     Args:
         sizes: Rows, strictly ascending, from 1 on.
         milliseconds: As many, positive.
+        padded: Whether steps are padded to these sizes.
         facts: Where it came from; for people.
 
     Raises:
@@ -60,6 +62,7 @@ class CostCurve:
 
     sizes: tuple[int, ...]
     milliseconds: tuple[float, ...]
+    padded: bool = True
     facts: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -80,6 +83,8 @@ class CostCurve:
                     f"milliseconds of a cost curve: entry {index} is {ms!r}; expected a positive number"
                 )
             before = size
+        if not isinstance(self.padded, bool):
+            raise ValueError(f"padded of a cost curve is {self.padded!r}; expected true or false")
 
     @property
     def largest(self) -> int:
@@ -105,7 +110,8 @@ class CostCurve:
             sizes, ms = record.pop("sizes", None), record.pop("milliseconds", None)
             if not isinstance(sizes, list) or not isinstance(ms, list):
                 raise ValueError("expected the lists sizes and milliseconds")
-            return cls(tuple(sizes), tuple(ms), record)
+            padded = record.pop("padded", True)
+            return cls(tuple(sizes), tuple(ms), padded, record)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -119,6 +125,7 @@ class CostCurve:
             "version": VERSION,
             "sizes": self.sizes,
             "milliseconds": self.milliseconds,
+            "padded": self.padded,
         }
         # The name ends in a way that no reader of the folder looks for.
         handle, name = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
@@ -135,6 +142,7 @@ def measure(
     run: Callable[[int], float],
     sizes: Sequence[int],
     average: Callable[[list[float]], list[float]] | None = None,
+    padded: bool = True,
     **facts: Any,
 ) -> CostCurve:
     """Time a step of each size.
@@ -145,8 +153,9 @@ def measure(
     Args:
         run: Runs one step of that many rows to its end on the device and returns its milliseconds, without
             those of the sampler.
-        sizes: As an engine pads to them; any order.
+        sizes: Any order.
         average: Of each time over the ranks that step together, which must have the same curve; None for one rank.
+        padded: Whether the engine pads steps to these sizes.
         facts: Kept with the curve.
     """
     ordered = sorted(set(sizes))
@@ -157,7 +166,7 @@ def measure(
         times.append(sum(samples) / len(samples))
     if average is not None:
         times = average(times)
-    return CostCurve(tuple(ordered), tuple(times), facts)
+    return CostCurve(tuple(ordered), tuple(times), padded, facts)
 
 
 class CurveCache:
@@ -201,7 +210,7 @@ class CurveCache:
         """Keep a curve, and remove those that expired two hours ago or more."""
         path = self.path(key)
         facts = {**curve.facts, "key": dict(key), "measured_at": self._now()}
-        CostCurve(curve.sizes, curve.milliseconds, facts).save(path)
+        replace(curve, facts=facts).save(path)
         for other in self.folder.glob("cost-curve-*.json"):
             if other != path and self._now() - other.stat().st_mtime > self.ttl_s + KEPT_AFTER_EXPIRY_S:
                 other.unlink(missing_ok=True)
@@ -251,7 +260,7 @@ class CostModel:
     """A curve, and what running steps say beyond it.
 
     The time of a step of b rows for n requests is that of the smallest size of the curve that holds b, plus
-    ``max(0, slope)`` times that size, plus the sampler's time at n.
+    ``max(0, slope)`` times that size, plus the sampler's time at n. If steps are not padded, the size is b itself.
 
     What is observed counts at once. Ranks that step together must choose alike though, so there either one rank
     plans for all, or all start by adopting the empty :class:`Refinement`, and now and then one sends
@@ -264,25 +273,24 @@ class CostModel:
     def __init__(self, curve: CostCurve) -> None:
         self.curve = curve
         self._adopted: Refinement | None = None
-        self._curve_ms = dict(zip(curve.sizes, curve.milliseconds))
         self._forwards = _Medians(WINDOW)
         self._samplers = _Medians(WINDOW)
         self._last_samplers: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=LAST_SAMPLERS))
-        sizes = np.array(curve.sizes)
-        entry = np.searchsorted(sizes, np.arange(curve.largest + 1))
-        self._entry_size = sizes[entry].astype(np.float64)
-        self._entry_ms = np.array(curve.milliseconds, dtype=np.float64)[entry]
+        # By rows: the entry that holds them, the size that the step then has, and its milliseconds.
+        rows, sizes = np.arange(curve.largest + 1), np.array(curve.sizes)
+        self._entry = np.searchsorted(sizes, rows)
+        self._size = sizes[self._entry] if curve.padded else rows
+        self._curve_ms = np.interp(self._size, sizes, np.array(curve.milliseconds, dtype=np.float64))
         self._slope_of_table: float | None = None
-        self._table = self._entry_ms
+        self._table = self._curve_ms
 
     def observe_forward(self, size: int, milliseconds: float) -> None:
-        """A step of this size of the curve (padding included) took so long, without its sampler.
+        """A step of this size, padding included, took so long, without its sampler.
 
-        Sizes that the curve lacks (a prefill, an eager step) say nothing about it and are ignored.
+        What the curve says nothing about is ignored: larger sizes, and if it is of padded steps, sizes between.
         """
-        expected = self._curve_ms.get(size)
-        if expected is not None:
-            self._forwards.add(size, (milliseconds - expected) / size)
+        if 0 < size <= self.curve.largest and self._size[size] == size:
+            self._forwards.add(int(self._entry[size]), (milliseconds - float(self._curve_ms[size])) / size)
 
     def observe_sampler(self, num_requests: int, milliseconds: float) -> None:
         """The sampler took so long for this many requests."""
@@ -312,7 +320,10 @@ class CostModel:
         return self._adopted.sampler_ms.get(num_requests, self._adopted.any_sampler_ms)
 
     def _slope(self) -> float:
-        """The median over sizes, from 10 samples on, of the median of ``(observed - curve) / size``; else 0."""
+        """The median over sizes, from 10 samples on, of the median of ``(observed - curve) / size``; else 0.
+
+        Sizes between two entries count with the larger one.
+        """
         sizes = [_median(s) for s in self._forwards.groups.values() if len(s) >= LEAST_FORWARDS]
         return statistics.median(sizes) if sizes else 0.0
 
@@ -341,7 +352,7 @@ class CostModel:
         slope = max(0.0, self.slope)
         if slope != self._slope_of_table:
             self._slope_of_table = slope
-            self._table = self._entry_ms + slope * self._entry_size
+            self._table = self._curve_ms + slope * self._size
         if rows <= self.curve.largest:
             return self._table[rows : rows + drafts + 1] + sampler
         sizes, ms = (0, *self.curve.sizes), (0.0, *self.curve.milliseconds)

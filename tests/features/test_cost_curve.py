@@ -41,6 +41,18 @@ def test_a_step_costs_what_the_smallest_size_that_holds_it_costs() -> None:
     assert model.step_ms(0, 0, 0).tolist() == [2]
 
 
+def test_a_step_that_is_not_padded_costs_what_lies_between() -> None:
+    model = CostModel(CostCurve((2, 4, 8), (2.0, 3.0, 5.0), padded=False))
+    assert model.step_ms(1, 100, 1).tolist() == [2, 2, 2.5, 3, 3.5, 4, 4.5, 5]
+    assert model.step_ms(10, 1, 1).tolist() == [6.0, 6.5]
+    for size, extra in ((3, 0.3), (5, 0.5), (7, 0.7), (8, 0.8), (9, 1e9), (0, 1e9)):
+        for _ in range(3 if size > 4 else 10):
+            expected = model.step_ms(size, 0, 1)[0] if size < 9 else 0.0
+            model.observe_forward(size, expected + extra)
+    assert model.slope == pytest.approx(0.1), "of 3, and of too few that the size 8 holds"
+    assert model.step_ms(3, 2, 1) == pytest.approx([2.8, 3.4, 4.0])
+
+
 def test_a_step_that_no_size_holds_continues_the_curve() -> None:
     assert CostModel(CURVE).step_ms(10, 2, 1).tolist() == [6.0, 6.5, 7.0]
     assert CostModel(CostCurve((4,), (2.0,))).step_ms(8, 1, 1).tolist() == [4.0, 4.5]
@@ -60,6 +72,7 @@ def test_slope_is_the_median_over_sizes_of_medians_and_counts_if_positive() -> N
     for _ in range(10):
         model.observe_forward(8, 5.0 - 8 * 0.5)
         model.observe_forward(5, 1e9)  # no size of the curve
+        model.observe_forward(9, 1e9)
     assert model.slope == pytest.approx((0.1 - 0.5) / 2)
     assert model.step_ms(1, 2, 1).tolist() == [2, 3, 3]
 
@@ -126,11 +139,12 @@ def test_ranks_that_adopt_one_refinement_see_one_cost() -> None:
         assert first.step_ms(1, 7, requests).tolist() == second.step_ms(1, 7, requests).tolist() == expected
 
 
-def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_file_is_read_as_it_was_written(tmp_path: Path, padded: bool) -> None:
     path = tmp_path / "new" / "curve.json"
-    CostCurve((1, 4), (2.0, 3), {"chip": "h200"}).save(path)
+    CostCurve((1, 4), (2.0, 3), padded, {"chip": "h200"}).save(path)
     found = CostCurve.load(path)
-    assert found == CostCurve((1, 4), (2.0, 3.0)) and found.facts == {"chip": "h200"}
+    assert found == CostCurve((1, 4), (2.0, 3.0), padded) and found.facts == {"chip": "h200"}
     assert os.listdir(path.parent) == ["curve.json"]
 
 
@@ -138,7 +152,7 @@ def test_a_failed_save_leaves_the_old_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "curve.json"
     CURVE.save(path)
     with pytest.raises(TypeError):
-        CostCurve((1,), (1.0,), {"not JSON": object()}).save(path)
+        CostCurve((1,), (1.0,), facts={"not JSON": object()}).save(path)
     assert CostCurve.load(path) == CURVE and os.listdir(tmp_path) == ["curve.json"]
 
 
@@ -162,6 +176,7 @@ HEAD = {"format": cost_curve.FORMAT, "version": 1}
         ({**HEAD, "sizes": [1, 2], "milliseconds": [1, 0]}, "entry 1 is 0; expected a positive number"),
         ({**HEAD, "sizes": [1], "milliseconds": [float("nan")]}, "entry 0 is nan"),
         ({**HEAD, "sizes": [1], "milliseconds": ["1"]}, "entry 0 is '1'"),
+        ({**HEAD, "sizes": [1], "milliseconds": [1], "padded": 0}, "padded of a cost curve is 0"),
     ],
 )
 def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path: Path, content: object, complaint: str) -> None:
