@@ -47,9 +47,10 @@ ring holds confidences by slot; remember the plan's step beside the ring's posit
 more than the drafts. Without overlap, ``compute_budget_sync`` records and plans. Idle batches don't plan.
 
 *Costs*: once the engine can run steps, ``cost_curve.measure`` the sizes that it pads to, or with ``padded=False`` a
-sample of sizes if it runs without graphs; keep the curve in a ``CurveCache``. While running, give each step's times to the
-``CostModel``: ``observe_forward`` with the rows that ran, padding included, and ``observe_sampler`` with what the step took
-besides (sampling, verification, drafting). A measured step must do what a real one does: read caches of a usual length.
+sample of sizes if it runs without graphs; keep the curve in a ``CurveCache``. While running, give each step's times to
+the ``CostModel``: ``observe_forward`` with the rows that ran, padding included, and ``observe_sampler`` with what the
+step took besides (sampling, verification, drafting). A measured step must do what a real one does: read caches of a
+usual length.
 
 *Ranks*: those that share a forward must verify the same rows. ``plan`` is a function of what it, ``record`` and
 ``forget`` were given and of the cost model. Confidences are equal on ranks by construction; measured times are not:

@@ -45,12 +45,21 @@ def test_a_step_that_is_not_padded_costs_what_lies_between() -> None:
     model = CostModel(CostCurve((2, 4, 8), (2.0, 3.0, 5.0), padded=False))
     assert model.step_ms(1, 100, 1).tolist() == [2, 2, 2.5, 3, 3.5, 4, 4.5, 5]
     assert model.step_ms(10, 1, 1).tolist() == [6.0, 6.5]
-    for size, extra in ((3, 0.3), (5, 0.5), (7, 0.7), (8, 0.8), (9, 1e9), (0, 1e9)):
-        for _ in range(3 if size > 4 else 10):
-            expected = model.step_ms(size, 0, 1)[0] if size < 9 else 0.0
-            model.observe_forward(size, expected + extra)
-    assert model.slope == pytest.approx(0.1), "of 3, and of too few that the size 8 holds"
+    extra = {3: 0.1, 5: 0.3, 6: 0.3, 7: 0.3, 8: 0.3}  # of each row
+
+    def observe(size: int, times: int) -> None:
+        expected = float(CostModel(model.curve).step_ms(size, 0, 1)[0])
+        for _ in range(times):
+            model.observe_forward(size, expected + extra[size] * size)
+
+    for size, times in ((3, 10), (5, 3), (7, 3), (8, 3)):
+        observe(size, times)
+    for nowhere in (0, 9):
+        model.observe_forward(nowhere, 1e9)
+    assert model.slope == pytest.approx(0.1), "of nine steps that the size 8 holds, nothing is said"
     assert model.step_ms(3, 2, 1) == pytest.approx([2.8, 3.4, 4.0])
+    observe(6, 1)
+    assert model.slope == pytest.approx(0.2), "the tenth: they count together"
 
 
 def test_a_step_that_no_size_holds_continues_the_curve() -> None:
