@@ -23,6 +23,7 @@ from deepinfer_plugins.features.schedule import (
     split_on_device,
 )
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Products of these are exact in fp32, so equal rates and equal maxima are frequent and are what they seem.
 EIGHTHS = st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.875, 1.0])
 
@@ -175,8 +176,9 @@ def test_device_and_host_agree_on_any_confidences(n: int, depth: int) -> None:
         available = rng.integers(0, depth + 1, n)
         budget = int(rng.integers(0, available.sum() + 2))
         expected = split(rates_of(confidences), available, budget)
-        for number in (budget, torch.tensor(budget)):
-            found = split_on_device(torch.from_numpy(confidences), torch.from_numpy(available), number)
+        there = torch.from_numpy(confidences).to(DEVICE), torch.from_numpy(available).to(DEVICE)
+        for number in (budget, torch.tensor(budget, device=DEVICE)):
+            found = split_on_device(*there, number)
             assert found.tolist() == expected.tolist()
         assert expected.sum() == min(budget, available.sum()) and (expected <= available).all()
 
