@@ -31,8 +31,6 @@ _UNSUPPORTED_RESULT = ("DECODE_TOKEN_BLACKLIST", "ENGRAM_PAD_TOKEN", "SAMPLER_FO
 _UNSUPPORTED_SPEED = (
     "COMPUTE_SUM_SMALLER_PROBS",
     "CUDAGRAPH_BATCH_SIZE_INTERVAL",
-    "DECODE_PERF_CACHE_DIR",
-    "DECODE_PERF_CACHE_TTL_SEC",
     "DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL",
     "DFLASH_ENFORCE_EAGER",
     "DISABLE_SYNC_GUARD",
@@ -228,17 +226,6 @@ def _not_built(settings: Settings, environ: Mapping[str, str]) -> tuple[tuple[st
     """What is asked for and not in this version: without effect on results, and with."""
     problems, refusals = [], []
     unsupported = "set but not supported by this version"
-    if settings.draft_tokens:
-        problems.append(
-            f"DEEPINFER_USE_NEXTN_DECODE={settings.draft_tokens}: {unsupported}; "
-            "nothing is drafted, the tokens are the same"
-        )
-    if settings.varlen:
-        problems.append(
-            f"DEEPINFER_ENABLE_MTP_VARLEN=1: {unsupported}; nothing is drafted, so nothing is scheduled"
-        )
-    if settings.confidence_temperatures is not None:
-        problems.append(f"DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE: {unsupported}; nothing is drafted")
     if settings.truncation in ("mask", "compact"):
         refusals.append(
             f"DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE={settings.truncation}: {unsupported}, "
@@ -248,9 +235,6 @@ def _not_built(settings: Settings, environ: Mapping[str, str]) -> tuple[tuple[st
         problems.append(
             f"DEEPINFER_YOCO_PREFILL_KEEP_TOKENS={settings.keep_tokens}: {unsupported}; nothing is truncated"
         )
-    for name in (VERIFY, VERIFY_BUDGET, COST_CURVE, ACCEPTANCE_LOG):
-        if environ.get(name):
-            problems.append(f"{name}={environ[name]}: {unsupported}; nothing is drafted")
     for name in (f"DEEPINFER_{suffix}" for suffix in _UNSUPPORTED_RESULT):
         if environ.get(name):
             refusals.append(f"{name}={environ[name]}: {unsupported}, and it changes results; unset it")
