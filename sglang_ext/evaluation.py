@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,15 @@ class SglangRunner:
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, on_tokens: Callable[[int], None]
-    ) -> None:
-        """Continue every prompt greedily, to the end of the text or for ``max_tokens``."""
-        self._generate(prompts, max_tokens, on_tokens, [max_tokens] * len(prompts))
+    ) -> list[int]:
+        """Continue every prompt greedily, to the end of the text or for ``max_tokens``.
+
+        Returns:
+            How many verifications accepted none of the drafts, one, two and so on, as SGLang counts.
+        """
+        answers = self._generate(prompts, max_tokens, on_tokens, [max_tokens] * len(prompts))
+        counts = [answer["meta_info"].get("spec_correct_drafts_histogram", []) for answer in answers]
+        return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
     def close(self) -> None:
         """End the engine's processes."""

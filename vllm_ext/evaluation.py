@@ -52,12 +52,13 @@ class VllmRunner:
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, on_tokens: Callable[[int], None]
-    ) -> None:
-        """Continue every prompt greedily, to the end of the text or for ``max_tokens``."""
+    ) -> list[int]:
+        """Continue every prompt greedily, to the end of the text or for ``max_tokens``; the log counts drafts."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False)
         self._generate(prompts, params, on_tokens, counts=[max_tokens] * len(prompts))
+        return []
 
     def close(self) -> None:
         """End the engine."""

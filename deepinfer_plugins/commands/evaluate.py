@@ -136,6 +136,7 @@ def _measure(request: Request, folder: Path, progress: Progress) -> tuple[Evalua
         tokenizer, documents, config.eos_token_id, request.tokens, request.prompts, request.seed
     )
     found = Evaluation()
+    counts: list[int] = []
     with tempfile.TemporaryDirectory() as aside, ThreadPoolExecutor(1) as beside:
         learned = beside.submit(_baseline, tokenizer, documents, config, chosen.scored)
         log = Path(aside) / "acceptance"
@@ -152,13 +153,13 @@ def _measure(request: Request, folder: Path, progress: Progress) -> tuple[Evalua
                 progress.update(task, completed=1)
             if chosen.prompts and request.drafts:
                 task = progress.add_task("generating tokens", total=len(chosen.prompts) * request.new_tokens)
-                runner.generate(chosen.prompts, request.new_tokens, partial(progress.advance, task))
+                counts = runner.generate(chosen.prompts, request.new_tokens, partial(progress.advance, task))
                 progress.update(task, completed=len(chosen.prompts) * request.new_tokens)
         finally:
             runner.close()
         logs = [log] if log.exists() else []
         if chosen.prompts and request.drafts:
-            found.add_log(read_logs(logs), request.engine)
+            found.add_drafts(read_logs(logs), counts, request.drafts, request.engine)
         if request.acceptance_log:
             with request.acceptance_log.open("a", encoding="utf-8") as file:
                 file.writelines(path.read_text(encoding="utf-8") for path in logs)
@@ -191,7 +192,8 @@ def _runner(request: Request, folder: Path, log: Path) -> Runner:
     module, _, name = _RUNNERS[request.engine].partition(":")
     runner = getattr(importlib.import_module(module), name)
     longest = max(text.LENGTH, text.PROMPT_LENGTHS.stop + request.new_tokens)
-    return runner(folder, request.drafts if request.prompts else 0, log, longest + 1)
+    # Engines keep room for drafts behind the longest sequence.
+    return runner(folder, request.drafts if request.prompts else 0, log, longest + 64)
 
 
 def show(answer: dict[str, Any], found: Evaluation, console: Console) -> None:
@@ -207,25 +209,25 @@ def show(answer: dict[str, Any], found: Evaluation, console: Console) -> None:
         values = (found.perplexity.model, found.perplexity.baseline, found.perplexity.ratio)
         table.add_row(*(f"{value:.3f}" for value in values))
         console.print(table)
-    if found.speculation is not None and found.calibration is not None:
-        table = Table("draft", "accepted", "if reached", "samples", title="drafts, greedy")
-        for column in ("temper-\nature", "error", "at 1", "by chance"):
+    if found.speculation is not None:
+        table = Table("draft", "accepted", title="drafts, greedy")
+        table.caption = f"{found.speculation.verifications} verifications, {found.speculation.mean_length:.3f} tokens each"
+        for position, rate in enumerate(found.speculation.rates, 1):
+            table.add_row(str(position), f"{rate:.3f}")
+        console.print(table)
+    if found.calibration is not None:
+        table = Table("draft", "drafts judged", "accepted", "temperature", title="calibration of confidences")
+        for column in ("error", "at temperature 1", "by chance"):
             table.add_column(column)
-        table.caption = (
-            f"{found.speculation.verifications} verifications, "
-            f"{found.speculation.mean_length:.3f} tokens each; errors are those of calibration, "
-            "at the temperature, at 1, and about what chance explains"
-        )
-        for rate, at in zip(found.speculation.rates, found.calibration.positions, strict=True):
-            floor = noise_floor(at.samples)
-            numbers = (at.temperature, at.error_after, at.error_before, floor)
-            table.add_row(
-                str(at.position + 1),
-                f"{rate:.3f}",
-                f"{at.acceptance:.3f}",
-                str(at.samples),
-                *(f"{number:.3f}" for number in numbers),
+        for at in found.calibration.positions:
+            numbers = (
+                at.acceptance,
+                at.temperature,
+                at.error_after,
+                at.error_before,
+                noise_floor(at.samples),
             )
+            table.add_row(str(at.position + 1), str(at.samples), *(f"{number:.3f}" for number in numbers))
         console.print(table)
         console.print(f"DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE={found.calibration.setting}")
     for name, why in found.not_measured.items():

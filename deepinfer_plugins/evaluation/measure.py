@@ -33,8 +33,13 @@ class Runner(Protocol):
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, on_tokens: Callable[[int], None]
-    ) -> None:
-        """Continue every prompt greedily, to the end of the text or for ``max_tokens``."""
+    ) -> list[int]:
+        """Continue every prompt greedily, to the end of the text or for ``max_tokens``.
+
+        Returns:
+            How many verifications accepted none of the drafts, one, two and so on, as the engine itself counts; empty
+            if it does not.
+        """
 
     def close(self) -> None:
         """End what was started."""
@@ -68,7 +73,7 @@ class ReferenceRunner:
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, on_tokens: Callable[[int], None]
-    ) -> None:
+    ) -> list[int]:
         """See :class:`Runner`."""
         stop = [self._engine.config.eos_token_id]
         done = self._engine.generate(prompts, max_tokens, self._drafts, stop=stop, on_tokens=on_tokens)
@@ -80,6 +85,7 @@ class ReferenceRunner:
                     [each.verified for each in found],
                     [each.accepted for each in found],
                 )
+        return []
 
     def close(self) -> None:
         """Nothing was started."""
@@ -129,10 +135,11 @@ class Speculation:
     rates: tuple[float, ...]
 
     @classmethod
-    def of(cls, log: Acceptance) -> Speculation:
-        accepted = log.accepted[log.verified == log.depth]
-        rates = (accepted[:, None] > np.arange(log.depth)).mean(0)
-        return cls(len(accepted), float(accepted.mean()) + 1, tuple(rates.tolist()))
+    def of(cls, counts: Sequence[int]) -> Speculation:
+        """From how many verifications accepted none of the drafts, one, two and so on up to all."""
+        at_least = np.cumsum(np.array(counts)[::-1])[::-1]
+        rates = at_least[1:] / at_least[0]
+        return cls(int(at_least[0]), float(rates.sum()) + 1, tuple(rates.tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +161,24 @@ class Evaluation:
     calibration: Calibration | None = None
     not_measured: dict[str, str] = field(default_factory=dict)
 
-    def add_log(self, log: Acceptance, source: str) -> None:
-        """Add speculation and calibration, or say that there is nothing to tell them from."""
-        if np.any(log.verified == log.depth) and log.depth:
-            self.speculation, self.calibration = Speculation.of(log), calibrate(log)
-            return
-        for name in ("acceptance", "calibration"):
-            self.not_measured[name] = f"{source} logged no verification of drafts"
+    def add_drafts(self, log: Acceptance, counts: Sequence[int], drafts: int, engine: str) -> None:
+        """Add speculation and calibration, or say that there is nothing to tell them from.
+
+        Args:
+            log: The acceptance log.
+            counts: What :meth:`Runner.generate` returned.
+            drafts: Drafts per step.
+            engine: Its name.
+        """
+        if whole := int(np.sum(log.verified == drafts)):
+            counts = np.bincount(log.accepted[log.verified == drafts], minlength=drafts + 1).tolist()
+            self.calibration = calibrate(log)
+        else:
+            self.not_measured["calibration"] = f"{engine} logged no confidences of drafts"
+        if whole or any(counts):
+            self.speculation = Speculation.of([*counts, *[0] * (drafts + 1 - len(counts))])
+        else:
+            self.not_measured["acceptance"] = f"{engine} verified no drafts, or did not count them"
 
     def checks(self) -> list[Check]:
         """The bars, for what was measured."""
