@@ -20,10 +20,28 @@ def write_records(records: torch.Tensor, pages: torch.Tensor, slots: torch.Tenso
         raise ValueError(
             f"a record has {records.shape[1]} bytes, but the pages hold records of {pages.shape[2]}"
         )
-    page_size = pages.shape[1]
-    kept = (slots >= 0).nonzero().squeeze(1)
-    slots = slots[kept]
-    pages[slots // page_size, slots % page_size] = records[kept]
+    if slots.is_cpu:
+        kept = (slots >= 0).nonzero().squeeze(1)
+        slots, records = slots[kept], records[kept]
+    elif len(slots):
+        slots, records = _all_with_slots(records, pages, slots)
+    pages[slots // pages.shape[1], slots % pages.shape[1]] = records
+
+
+def _all_with_slots(
+    records: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots and records of a write that has the same effect, but no negative slot.
+
+    A row without a slot does what some row with one does. The host need not know how many there are.
+    """
+    kept = slots >= 0
+    rows = torch.arange(len(slots), device=slots.device)
+    source = torch.where(kept, rows, kept.int().argmax())
+    slots, records = slots[source], records[source]
+    # If no row has a slot, they all write what is there.
+    unchanged = pages[0, 0].expand_as(records)
+    return slots.clamp(min=0), torch.where((slots < 0)[:, None], unchanged, records)
 
 
 def read_slots(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -125,17 +125,19 @@ class DeepseekV41(nn.Module):
         for index, layer in enumerate(self.layers):
             if layer.engram is not None:
                 trunk = trunk._replace(streams=layer.engram(trunk.streams, rows.local(context), rows.image))
+            y = layer.attention_input(trunk)
             if layer.attn.compressor is not None:
-                layer.attn.compressor(layer.attention_input(trunk), rows, caches)
+                layer.attn.compressor(y, rows, caches)
             if index == self.config.decoder_start and step.decoder is not None:
                 rows, (streams, pre, *taps) = self._enter_decoder(step, rows, [*trunk, *taps])
                 trunk = Trunk(streams, pre)
+                y = layer.attention_input(trunk)
                 context = context[step.decoder_rows]
             if caches.draft and index in self.config.dspark_target_layer_ids:
                 mean = torch.full_like(trunk.pre, 1 / self.config.hc_mult)
                 taps.append(self.ops.hc_collapse(trunk.streams, mean))
             mixes = layer.attn_hc.mixes(trunk.streams)
-            x, selection = layer.attn(layer.attention_input(trunk), rows, caches, selection)
+            x, selection = layer.attn(y, rows, caches, selection)
             trunk = layer.attn_hc.write(x, trunk.streams, mixes)
             trunk = layer.feed_forward(trunk, rows.image)
         if caches.draft:

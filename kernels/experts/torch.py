@@ -1,10 +1,13 @@
-"""``experts``, one after the other, each over the rows that chose it."""
+"""``experts``: the rows of each expert side by side, in whole blocks of ``ROWS``."""
 
 import torch
 
 from deepinfer_plugins.kernels.formats import decode_mxfp4, decode_mxfp8
-from deepinfer_plugins.kernels.row_blocks import linear
+from deepinfer_plugins.kernels.row_blocks import ROWS, decoded, linear, matmul
 from deepinfer_plugins.kernels.swiglu_and_cast.reference import swiglu_and_cast
+
+# Some blocks and the expert they are for: its number, or a tensor of it, which the host has not seen.
+_Run = tuple[slice, int | torch.Tensor]
 
 
 def experts(
@@ -21,18 +24,74 @@ def experts(
 ) -> torch.Tensor:
     """As the reference; an expert's products are by blocks of rows, so who shares it with a row has no influence."""
     n, topk = ids.shape
-    num_experts, width = w13.shape[:2]
+    num_experts, k = len(w13), values.shape[1]
+    if not n:
+        return torch.zeros(n, topk, k, dtype=torch.bfloat16, device=values.device)
     local = ids.flatten() - first_expert
-    rows = {e: (local == e).nonzero().squeeze(1) for e in local.unique().tolist() if 0 <= e < num_experts}
+    elsewhere = (local < 0) | (local >= num_experts)
+    # From here on pairs of row and place are in order of their experts; those that live elsewhere come last.
+    expert, pair = local.masked_fill(elsewhere, num_experts).sort(stable=True)
+    slots, num_slots, runs = _arrange(expert, num_experts, look=expert.is_cpu)
     x = decode_mxfp8(values, scales)
-    gate_up = torch.zeros(n * topk, width, dtype=torch.bfloat16, device=values.device)
-    for expert, chosen in rows.items():
-        gate_up[chosen] = _mxfp4_linear(x[chosen // topk], w13[expert], w13_scales[expert])
-    hidden = decode_mxfp8(*swiglu_and_cast(gate_up, weights.flatten(), limit))
-    out = torch.zeros(n * topk, x.shape[1], dtype=torch.bfloat16, device=values.device)
-    for expert, chosen in rows.items():
-        out[chosen] = _mxfp4_linear(hidden[chosen], w2[expert], w2_scales[expert])
-    return out.view(n, topk, x.shape[1])
+    rows = x.new_zeros(num_slots, k).index_copy_(0, slots, x.index_select(0, pair // topk))
+    gate_up = _product(rows, runs, w13, w13_scales).index_select(0, slots)
+    hidden = decode_mxfp8(*swiglu_and_cast(gate_up, weights.flatten()[pair], limit))
+    rows = hidden.new_zeros(num_slots, hidden.shape[1]).index_copy_(0, slots, hidden)
+    results = _product(rows, runs, w2, w2_scales).index_select(0, slots)
+    out = torch.empty_like(results).index_copy_(0, pair, results)
+    return out.masked_fill_(elsewhere[:, None], 0).view(n, topk, k)
+
+
+def _arrange(expert: torch.Tensor, num_experts: int, look: bool) -> tuple[torch.Tensor, int, list[_Run]]:
+    """A slot for each pair, such that no block of ``ROWS`` slots has pairs of two experts.
+
+    Args:
+        expert: ``[num_pairs]``, int64, ascending; ``num_experts`` stands for all that live elsewhere.
+        num_experts: That live here.
+        look: Whether the host may look at the result.
+
+    Returns:
+        slots: ``[num_pairs]``, int64.
+        num_slots: How many there can be at most.
+        runs: What each block is to be multiplied by.
+    """
+    num_pairs, device = len(expert), expert.device
+    bounds = torch.searchsorted(expert, torch.arange(num_experts + 2, device=device))
+    ends = ((bounds.diff() + (ROWS - 1)) // ROWS).cumsum(0)
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    slots = (starts * ROWS - bounds[:-1])[expert] + torch.arange(num_pairs, device=device)
+    # Every expert that has a pair may leave all but one slot of its last block empty.
+    num_blocks = (num_pairs + (ROWS - 1) * min(num_pairs, num_experts + 1)) // ROWS
+    runs: list[_Run] = []
+    if look:
+        first = 0
+        for number, end in enumerate(ends[:-1].tolist()):
+            if end > first:
+                runs.append((slice(first * ROWS, end * ROWS), number))
+            first = end
+    else:
+        # The host does not wait to learn which experts were chosen. What is computed for the blocks of those that
+        # live elsewhere is dropped in the end.
+        owners = torch.searchsorted(ends, torch.arange(num_blocks, device=device), right=True)
+        for block, owner in enumerate(owners.clamp_(max=num_experts - 1).split(1)):
+            runs.append((slice(block * ROWS, (block + 1) * ROWS), owner))
+    return slots, num_blocks * ROWS, runs
+
+
+def _product(
+    rows: torch.Tensor, runs: list[_Run], weight: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """Each run's ``rows [num_slots, k]``, float64, times its expert's weight; zeros elsewhere."""
+    num_experts, num_out, k = len(weight), weight.shape[1], rows.shape[1]
+    kept = decoded((weight, scales), num_experts * num_out * k, lambda: decode_mxfp4(weight, scales))
+    out = torch.zeros(len(rows), num_out, dtype=torch.bfloat16, device=rows.device)
+    for run, expert in runs:
+        if kept is None:
+            of_expert = weight[expert].view(num_out, -1), scales[expert].view(num_out, -1)
+            out[run] = _mxfp4_linear(rows[run], *of_expert)
+        else:
+            out[run] = matmul(rows[run], kept[expert].view(num_out, k))
+    return out
 
 
 def _mxfp4_linear(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

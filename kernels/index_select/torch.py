@@ -1,6 +1,6 @@
 """``index_select`` in tiles of fixed shape: ``ROWS`` rows by ``KEYS`` entries.
 
-The workspace is that of ``ROWS`` rows, whatever the batch is: their scores in bfloat16, and the sorting of them.
+The workspace is that of a bounded number of scores, or of ``ROWS`` rows if they have more, whatever the batch is.
 """
 
 import torch
@@ -12,6 +12,10 @@ from deepinfer_plugins.kernels.row_blocks import pad_rows
 
 ROWS = 8
 KEYS = 256
+
+# Scores, and rows, that are sorted at once.
+SCORES_AT_ONCE = 1 << 18
+ROWS_AT_ONCE = 32
 
 _NO_ENTRY = torch.iinfo(torch.int32).max
 
@@ -28,7 +32,7 @@ def index_select(
     publish_blocks: int,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference. Rows of a request share its decoded keys; with candidates, each row decodes its own."""
+    """As the reference. Neighbours of one request share its decoded keys; with candidates, each row decodes its own."""
     if candidates is not None and publish_blocks:
         raise ValueError(
             f"publish_blocks is {publish_blocks} and candidates are given: a layer publishes or uses, not both"
@@ -36,36 +40,32 @@ def index_select(
     n = q.shape[0]
     indices = torch.empty(n, topk, dtype=torch.int32, device=q.device)
     blocks = torch.empty(n, publish_blocks, dtype=torch.int32, device=q.device)
-    queries = decode_mxfp4(*encode_mxfp4(q))
-    weights = head_weights.double()
-    for rows in _row_blocks(request, same_request=candidates is None):
-        length = pad_rows(lengths[rows], ROWS)[:, None]
+    queries = pad_rows(decode_mxfp4(*encode_mxfp4(q)), ROWS)
+    weights = pad_rows(head_weights.double(), ROWS)[:, None]
+    # The host looks at the device once. With candidates it need not: their number is known.
+    owners, visible = torch.stack([request, lengths]).tolist() if candidates is None else ([], [])
+    longest = max(visible, default=0) if candidates is None else candidates.shape[1] * block_size
+    at_once = min(SCORES_AT_ONCE // max(longest, 1), ROWS_AT_ONCE) // ROWS * ROWS or ROWS
+    for first in range(0, n, at_once):
+        rows = slice(first, min(first + at_once, n))
+        length, owner = lengths[rows, None], request[rows, None]
         if candidates is None:
-            entries = torch.arange(int(length.max()), device=q.device)[None]
-            wanted = torch.ones_like(entries, dtype=torch.bool)
-            owner = request[rows[:1], None]
+            entries = torch.arange(max(visible[rows]), device=q.device)[None]
+            wanted = valid = entries < length
+            if len(set(owners[rows])) == 1:
+                owner, wanted = owner[:1], torch.ones_like(entries, dtype=torch.bool)
         else:
-            chosen = pad_rows(candidates[rows], ROWS, -1).long()[:, :, None]
-            entries = (chosen * block_size + torch.arange(block_size, device=q.device)).flatten(1)
-            wanted = (entries >= 0) & (entries < length)
-            owner = pad_rows(request[rows], ROWS)[:, None]
-        scores = _scores(
-            pad_rows(queries[rows], ROWS), pad_rows(weights[rows], ROWS), pages, table, owner, entries, wanted
-        )
-        valid = wanted & (entries < length)
-        indices[rows] = _best(scores, valid, entries, topk)[: len(rows)]
+            starts = candidates[rows, :, None].long() * block_size
+            entries = (starts + torch.arange(block_size, device=q.device)).flatten(1)
+            wanted = valid = (entries >= 0) & (entries < length)
+        padded = slice(first, first + at_once)
+        scores = _scores(queries[padded], weights[padded], pages, table, owner, entries, wanted)[
+            : len(length)
+        ]
+        indices[rows] = _best(scores, valid, entries, topk)
         if publish_blocks:
-            blocks[rows] = _best_blocks(scores, valid, length, publish_blocks, block_size)[: len(rows)]
+            blocks[rows] = _best_blocks(scores, valid, length, publish_blocks, block_size)
     return indices, blocks
-
-
-def _row_blocks(request: torch.Tensor, same_request: bool) -> list[torch.Tensor]:
-    """Indices of rows, at most ``ROWS`` at a time; of one request at a time if asked so."""
-    if same_request:
-        groups = [(request == one).nonzero().squeeze(1) for one in request.unique()]
-    else:
-        groups = [torch.arange(len(request), device=request.device)]
-    return [rows for group in groups for rows in group.split(ROWS) if len(rows)]
 
 
 def _scores(
@@ -77,19 +77,34 @@ def _scores(
     entries: torch.Tensor,
     wanted: torch.Tensor,
 ) -> torch.Tensor:
-    """Scores ``[ROWS, num_entries]``, bfloat16, of ``entries [1 or ROWS, num_entries]``; 0 where not wanted."""
-    num_rows, num_heads, d = queries.shape
+    """Scores of entries.
+
+    Args:
+        queries: ``[n, num_heads, d]``, float64, ``n`` a multiple of ``ROWS``.
+        weights: ``[n, 1, num_heads]``, float64.
+        pages: See the reference.
+        table: See the reference.
+        owner: ``[m, 1]``, int64, ``m`` 1 if all rows share the keys and else at most ``n``.
+        entries: ``[1 or m, num_entries]``, int64.
+        wanted: ``[m, num_entries]``, bool; the others are not read.
+
+    Returns:
+        ``[n, num_entries]``, bfloat16.
+    """
+    num_rows, _, d = queries.shape
     scores = torch.empty(num_rows, entries.shape[1], dtype=torch.bfloat16, device=queries.device)
+    entries = entries.expand_as(wanted)
+    blocks = list(zip(queries.split(ROWS), weights.split(ROWS)))
     for tile, tile_wanted, result in zip(*(part.split(KEYS, 1) for part in (entries, wanted, scores))):
         keys = decode_index_key(read_entries(pages, table, owner, tile, tile_wanted), d)
-        keys = F.pad(keys, (0, 0, 0, KEYS - tile.shape[1]))
-        if len(keys) == 1:
-            products = (queries.flatten(0, 1) @ keys[0].T).view(num_rows, num_heads, KEYS)
-        else:
-            products = queries @ keys.mT
-        # Adding zero turns -0 into 0: some sorts tell them apart.
-        weighted = (weights[:, None] @ products.relu_()).squeeze(1) + 0.0
-        result.copy_(weighted[:, : tile.shape[1]])
+        count, width = tile.shape
+        missing_rows = 0 if count == 1 else num_rows - count
+        if missing_rows or width < KEYS:
+            keys = F.pad(keys, (0, 0, 0, KEYS - width, 0, missing_rows))
+        keys_of_blocks = [keys.mT.expand(ROWS, -1, -1)] * len(blocks) if count == 1 else keys.mT.split(ROWS)
+        for (query, weight), key, part in zip(blocks, keys_of_blocks, result.split(ROWS)):
+            # Adding zero turns -0 into 0: some sorts tell them apart.
+            part.copy_(torch.bmm(weight, torch.bmm(query, key).relu_())[:, 0, :width] + 0.0)
     return scores
 
 

@@ -5,6 +5,7 @@ import torch
 
 from deepinfer_plugins.core.testing import assert_same_bits
 from deepinfer_plugins.kernels import row_blocks
+from deepinfer_plugins.kernels.experts import torch as provider
 from deepinfer_plugins.kernels.experts.torch import experts
 from deepinfer_plugins.kernels.formats import decode_e2m1, decode_mxfp8, decode_ue8m0
 from deepinfer_plugins.kernels.mxfp8_cast.reference import mxfp8_cast
@@ -76,3 +77,21 @@ def test_a_large_weight_in_parts_changes_nothing(
     want = experts(**args)
     monkeypatch.setattr(row_blocks, "_WEIGHT_ELEMENTS", 1)
     assert_same_bits(experts(**args), want, "32 rows of the weight at a time")
+
+
+def test_weights_that_stay_decoded_change_nothing(device: torch.device) -> None:
+    args = TestExperts().case(Draw(device), 9, "some elsewhere").args
+    want = experts(**args)
+    with torch.inference_mode(False):
+        kept = {name: args[name].clone() for name in ("w13", "w13_scales", "w2", "w2_scales")}
+    assert not any(tensor.is_inference() for tensor in kept.values())
+    assert_same_bits(experts(**args | kept), want, "kept")
+
+
+def test_the_host_need_not_know_who_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a device that the host does not wait for, on a CPU."""
+    args = TestExperts().case(Draw(torch.device("cpu")), 23, "some elsewhere").args
+    want = experts(**args)
+    arrange = provider._arrange
+    monkeypatch.setattr(provider, "_arrange", lambda expert, count, look: arrange(expert, count, False))
+    assert_same_bits(experts(**args), want, "block by block")

@@ -31,3 +31,15 @@ def test_is_a_block_diagonal_linear(device: torch.device) -> None:
     want = mxfp8_linear(values, scales, blocks.to(torch.float8_e4m3fn), block_scales.to(torch.uint8))
     got = mxfp8_grouped_linear(values.view(4, 2, 64), scales.view(4, 2, 2), weight, weight_scales)
     assert_same_bits(got.flatten(1), want, "grouped")
+
+
+def test_a_weight_that_stays_decoded_changes_nothing(device: torch.device) -> None:
+    args = TestMxfp8GroupedLinear().case(Draw(device), 23, "").args
+    with torch.inference_mode(False):
+        kept = {name: args[name].clone() for name in ("weight", "weight_scales")}
+    assert not any(tensor.is_inference() for tensor in kept.values())
+    assert_same_bits(mxfp8_grouped_linear(**args | kept), mxfp8_grouped_linear(**args), "kept")
+    for row in (0, 22):
+        alone = {name: args[name][row : row + 1] for name in ("values", "scales")}
+        got = mxfp8_grouped_linear(**args | kept | alone)
+        assert_same_bits(got[0], mxfp8_grouped_linear(**args)[row], f"row {row} alone")

@@ -12,6 +12,7 @@ import torch
 from deepinfer_plugins.core.testing import assert_same_bits
 from deepinfer_plugins.kernels import cache_layout, formats
 from deepinfer_plugins.kernels.load_compressor.reference import load_compressor
+from deepinfer_plugins.kernels.records import _all_with_slots
 from deepinfer_plugins.kernels.store_compressed.reference import store_compressed
 from deepinfer_plugins.kernels.store_compressor.reference import store_compressor
 from deepinfer_plugins.kernels.store_index_key.reference import store_index_key
@@ -156,3 +157,18 @@ def test_a_slot_past_two_to_the_31_bytes(device: torch.device) -> None:
     assert_same_bits(memory[-record_bytes:], formats.encode_window(x[0]), "last record")
     start = (num_pages * PAGE_SIZE - 1) * record_bytes - 2**32
     assert start < 0 or not memory[start : start + record_bytes].any()
+
+
+@pytest.mark.parametrize("slots", [[3, -1, 9, 0], [-1, 5, -1, -1], [-1, -1, -1, -1]])
+def test_a_write_that_the_host_does_not_look_at_has_the_same_effect(
+    device: torch.device, slots: list[int]
+) -> None:
+    draw = Draw(device)
+    pages, records = draw.ints(0, 256, 3, 4, 5, dtype=torch.uint8), draw.ints(0, 256, 4, 5, dtype=torch.uint8)
+    want = pages.clone()
+    for slot, record in zip(slots, records):
+        if slot >= 0:
+            want[slot // 4, slot % 4] = record
+    places, written = _all_with_slots(records, pages, torch.tensor(slots, device=device))
+    pages[places // 4, places % 4] = written
+    assert_same_bits(pages, want, "pages")
