@@ -3,7 +3,7 @@
 import torch
 
 from deepinfer_plugins.kernels.formats import decode_mxfp4, decode_mxfp8
-from deepinfer_plugins.kernels.row_blocks import ROWS, decoded, linear, matmul
+from deepinfer_plugins.kernels.row_blocks import ROWS, decoded, linear
 from deepinfer_plugins.kernels.swiglu_and_cast.reference import swiglu_and_cast
 
 # Some blocks and the expert they are for: its number, or a tensor of it, which the host has not seen.
@@ -84,14 +84,18 @@ def _product(
     """Each run's ``rows [num_slots, k]``, float64, times its expert's weight; zeros elsewhere."""
     num_experts, num_out, k = len(weight), weight.shape[1], rows.shape[1]
     kept = decoded((weight, scales), num_experts * num_out * k, lambda: decode_mxfp4(weight, scales))
-    out = torch.zeros(len(rows), num_out, dtype=torch.bfloat16, device=rows.device)
+    if kept is None:
+        out = torch.zeros(len(rows), num_out, dtype=torch.bfloat16, device=rows.device)
+        for run, expert in runs:
+            stored = weight[expert].view(num_out, -1), scales[expert].view(num_out, -1)
+            out[run] = _mxfp4_linear(rows[run], *stored)
+        return out
+    products = rows.new_zeros(len(rows), num_out)
     for run, expert in runs:
-        if kept is None:
-            of_expert = weight[expert].view(num_out, -1), scales[expert].view(num_out, -1)
-            out[run] = _mxfp4_linear(rows[run], *of_expert)
-        else:
-            out[run] = matmul(rows[run], kept[expert].view(num_out, k))
-    return out
+        of_expert = kept[expert].view(num_out, k).T
+        for block, product in zip(rows[run].split(ROWS), products[run].split(ROWS)):
+            torch.mm(block, of_expert, out=product)
+    return products.bfloat16()
 
 
 def _mxfp4_linear(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -52,15 +52,24 @@ def sparse_attention(
         entries = start + torch.arange(_whole_tiles(max(width, 0)), device=q.device)
         valid = (entries >= 0) & (entries <= end)
         span = (max(min(starts[rows]), 0), max(ends[rows]) + 1) if shared else None
-        keys = _read(window_pages, window_table, owner, entries, valid, span, decode_window, d)
+        keys = [_read(window_pages, window_table, owner, entries, valid, span, decode_window, d)]
         if compressed_pages is not None and compressed_table is not None and indices is not None:
             chosen = indices[rows]
             valid_chosen = chosen >= 0
             span = (0, max(last_chosen[0][rows]) + 1) if shared and last_chosen else None
-            others = _read(
-                compressed_pages, compressed_table, owner, chosen, valid_chosen, span, decode_compressed, d
+            keys.append(
+                _read(
+                    compressed_pages,
+                    compressed_table,
+                    owner,
+                    chosen,
+                    valid_chosen,
+                    span,
+                    decode_compressed,
+                    d,
+                )
             )
-            keys, valid = torch.cat([keys, others], 1), torch.cat([valid, valid_chosen], 1)
+            valid = torch.cat([valid, valid_chosen], 1)
         out[rows] = _attend(q[rows].double(), keys, valid, sinks, scale)
     return out
 
@@ -105,14 +114,14 @@ def _read(
 
 
 def _attend(
-    q: torch.Tensor, keys: torch.Tensor, valid: torch.Tensor, sinks: torch.Tensor, scale: float
+    q: torch.Tensor, keys: list[torch.Tensor], valid: torch.Tensor, sinks: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention of ``q [n, num_heads, d]`` to ``keys [n, num_keys, d]``, ``num_keys`` in whole tiles."""
-    if not keys.shape[1]:
+    """Attention of ``q [n, num_heads, d]`` to all of ``keys [n, num_keys, d]``, each ``num_keys`` in whole tiles."""
+    if not valid.shape[1]:
         return torch.zeros_like(q)
     n = len(q)
     padded = _whole_blocks(q)
-    tiles = _whole_blocks(keys).split(KEYS, 1)
+    tiles = [tile for part in keys if part.shape[1] for tile in _whole_blocks(part).split(KEYS, 1)]
     scores = torch.cat([_matmul(padded, tile.mT)[:n] for tile in tiles], -1).mul_(scale)
     scores.masked_fill_(~valid[:, None], -torch.inf)
     highest = torch.maximum(scores.amax(-1, keepdim=True), sinks)
