@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
     from deepinfer_plugins.evaluation.measure import Evaluation, Runner
     from deepinfer_plugins.evaluation.ngram import Floats
+    from deepinfer_plugins.evaluation.text import Piece
+    from deepinfer_plugins.features.calibration import Acceptance
     from deepinfer_plugins.model.config import ModelConfig
 
 _RUNNERS = {
@@ -125,8 +128,7 @@ def _measure(request: Request, folder: Path, progress: Progress) -> tuple[Evalua
     from tokenizers import Tokenizer
 
     from deepinfer_plugins.evaluation import text
-    from deepinfer_plugins.evaluation.measure import Evaluation, Perplexity
-    from deepinfer_plugins.features.calibration import read_logs
+    from deepinfer_plugins.evaluation.measure import Evaluation
     from deepinfer_plugins.model.checkpoint import Checkpoint
 
     config = Checkpoint.open(folder).config
@@ -136,7 +138,6 @@ def _measure(request: Request, folder: Path, progress: Progress) -> tuple[Evalua
         tokenizer, documents, config.eos_token_id, request.tokens, request.prompts, request.seed
     )
     found = Evaluation()
-    counts: list[int] = []
     with tempfile.TemporaryDirectory() as aside, ThreadPoolExecutor(1) as beside:
         learned = beside.submit(_baseline, tokenizer, documents, config, chosen.scored)
         log = Path(aside) / "acceptance"
@@ -146,23 +147,20 @@ def _measure(request: Request, folder: Path, progress: Progress) -> tuple[Evalua
         try:
             version = runner.version
             if chosen.scored:
-                task = progress.add_task("scoring tokens", total=sum(map(len, chosen.scored)))
-                scores = runner.log_probabilities(chosen.scored, partial(progress.advance, task))
+                pieces = [piece.tokens for piece in chosen.scored]
+                task = progress.add_task("scoring tokens", total=sum(map(len, pieces)))
+                scores = runner.log_probabilities(pieces, partial(progress.advance, task))
                 task = progress.add_task("the n-gram baseline", total=1)
-                found.perplexity = Perplexity.of(scores, learned.result())
+                found.add_scores([piece.kind for piece in chosen.scored], scores, learned.result())
                 progress.update(task, completed=1)
             if chosen.prompts and request.drafts:
-                task = progress.add_task("generating tokens", total=len(chosen.prompts) * request.new_tokens)
-                counts = runner.generate(chosen.prompts, request.new_tokens, partial(progress.advance, task))
-                progress.update(task, completed=len(chosen.prompts) * request.new_tokens)
+                counts = _generate(request, runner, chosen.prompts, log, progress)
+                found.add_drafts(counts, _read(log), request.engine)
         finally:
             runner.close()
-        logs = [log] if log.exists() else []
-        if chosen.prompts and request.drafts:
-            found.add_drafts(read_logs(logs), counts, request.drafts, request.engine)
-        if request.acceptance_log:
+        if request.acceptance_log and log.exists():
             with request.acceptance_log.open("a", encoding="utf-8") as file:
-                file.writelines(path.read_text(encoding="utf-8") for path in logs)
+                file.write(log.read_text(encoding="utf-8"))
     for name, measured in (("perplexity", chosen.scored), ("acceptance", chosen.prompts and request.drafts)):
         if not measured:
             found.not_measured[name] = "not asked for"
@@ -170,11 +168,9 @@ def _measure(request: Request, folder: Path, progress: Progress) -> tuple[Evalua
 
 
 def _baseline(
-    tokenizer: Tokenizer, documents: Sequence[shipped.Document], config: ModelConfig, scored: list[list[int]]
+    tokenizer: Tokenizer, documents: Sequence[shipped.Document], config: ModelConfig, scored: Sequence[Piece]
 ) -> list[Floats]:
     """What the n-gram model makes of the text that is scored; nothing if none is."""
-    import numpy as np
-
     from deepinfer_plugins.evaluation.ngram import KneserNey
     from deepinfer_plugins.evaluation.text import tokenize
 
@@ -182,7 +178,37 @@ def _baseline(
         return []
     seen = [document for document in documents if not shipped.is_held_out(document.name)]
     model = KneserNey(tokenize(tokenizer, seen, config.eos_token_id), config.vocab_size)
-    return [model.log_probabilities(np.array(piece)) for piece in scored]
+    return [model.log_probabilities(np.array(piece.tokens)) for piece in scored]
+
+
+def _generate(
+    request: Request, runner: Runner, prompts: Sequence[Piece], log: Path, progress: Progress
+) -> dict[str, list[int]]:
+    """Continue the prompts, kind by kind.
+
+    Returns:
+        By kind: verifications that accepted none of the drafts, one, two and so on.
+    """
+    from deepinfer_plugins.evaluation.measure import count_accepted
+
+    task = progress.add_task("generating tokens", total=len(prompts) * request.new_tokens)
+    found: dict[str, list[int]] = {}
+    done = np.zeros(request.drafts + 1, dtype=np.int64)
+    for kind in sorted({piece.kind for piece in prompts}):
+        chosen = [piece.tokens for piece in prompts if piece.kind == kind]
+        counts = runner.generate(chosen, request.new_tokens, partial(progress.advance, task))
+        logged = np.array(count_accepted(_read(log), request.drafts))
+        if logged.any():
+            counts, done = (logged - done).tolist(), logged
+        found[kind] = [*counts, *[0] * (request.drafts + 1 - len(counts))]
+    progress.update(task, completed=len(prompts) * request.new_tokens)
+    return found
+
+
+def _read(log: Path) -> Acceptance:
+    from deepinfer_plugins.features.calibration import read_logs
+
+    return read_logs([log] if log.exists() else [])
 
 
 def _runner(request: Request, folder: Path, log: Path) -> Runner:
@@ -204,20 +230,22 @@ def show(answer: dict[str, Any], found: Evaluation, console: Console) -> None:
         f"{escape(answer['model'])}\n{answer['engine']} {escape(answer['engine_version'])}, {answer['seconds']} s"
     )
     if found.perplexity is not None:
-        table = Table("perplexity", "order-3 Kneser-Ney", "ratio", title="held-out text")
-        table.caption = f"{found.perplexity.tokens} tokens"
-        values = (found.perplexity.model, found.perplexity.baseline, found.perplexity.ratio)
-        table.add_row(*(f"{value:.3f}" for value in values))
+        table = Table("text", "tokens", "perplexity", "order-3 Kneser-Ney", "ratio", title="held-out text")
+        for kind, each in {**found.perplexity_by_kind, "all": found.perplexity}.items():
+            values = (each.model, each.baseline, each.ratio)
+            table.add_row(kind, str(each.tokens), *(f"{value:.3f}" for value in values))
         console.print(table)
     if found.speculation is not None:
-        table = Table("draft", "accepted", title="drafts, greedy")
-        table.caption = f"{found.speculation.verifications} verifications, {found.speculation.mean_length:.3f} tokens each"
-        for position, rate in enumerate(found.speculation.rates, 1):
-            table.add_row(str(position), f"{rate:.3f}")
+        table = Table("text", "steps", "tokens a step", title="accepted drafts by position, greedy")
+        for position in range(1, len(found.speculation.rates) + 1):
+            table.add_column(str(position))
+        for kind, spec in {**found.speculation_by_kind, "all": found.speculation}.items():
+            rates = (f"{value:.3f}" for value in (spec.mean_length, *spec.rates))
+            table.add_row(kind, str(spec.verifications), *rates)
         console.print(table)
     if found.calibration is not None:
-        table = Table("draft", "drafts judged", "accepted", "temperature", title="calibration of confidences")
-        for column in ("error", "at temperature 1", "by chance"):
+        table = Table("draft", "judged", "accepted", "temperature", title="calibration of confidences")
+        for column in ("error", "error at 1", "by chance"):
             table.add_column(column)
         for at in found.calibration.positions:
             numbers = (

@@ -17,6 +17,12 @@ class Document(NamedTuple):
     name: str
     text: str
 
+    @property
+    def kind(self) -> str:
+        """``library``, or what made it: generated documents are called ``maker/seed/number``."""
+        maker, *numbers = self.name.split("/")
+        return maker if len(numbers) == 2 and all(map(str.isdigit, numbers)) else "library"
+
 
 def default_checkpoint() -> Path:
     """The folder of the trained checkpoint, in the release's format: what runs when no model is named."""

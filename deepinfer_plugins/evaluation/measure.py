@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -103,6 +103,10 @@ class Perplexity:
     def ratio(self) -> float:
         return self.model / self.baseline
 
+    def as_dict(self) -> dict[str, float]:
+        """For JSON."""
+        return {**asdict(self), "ratio": self.ratio}
+
     @classmethod
     def of(cls, model: Sequence[Floats], baseline: Sequence[Floats]) -> Perplexity:
         """From log-probabilities of the same sequences.
@@ -110,12 +114,12 @@ class Perplexity:
         Raises:
             ValueError: They are not as many.
         """
-        ours, theirs = np.concatenate(model), np.concatenate(baseline)
         if [len(x) for x in model] != [len(x) for x in baseline]:
             raise ValueError(
-                f"the engine scored {len(ours)} tokens in {len(model)} sequences, "
-                f"the baseline {len(theirs)} in {len(baseline)}"
+                f"the engine scored {sum(map(len, model))} tokens in {len(model)} sequences, "
+                f"the baseline {sum(map(len, baseline))} in {len(baseline)}"
             )
+        ours, theirs = np.concatenate(model), np.concatenate(baseline)
         return cls(len(ours), math.exp(-ours.mean()), math.exp(-theirs.mean()))
 
 
@@ -142,6 +146,11 @@ class Speculation:
         return cls(int(at_least[0]), float(rates.sum()) + 1, tuple(rates.tolist()))
 
 
+def count_accepted(log: Acceptance, drafts: int) -> list[int]:
+    """How many verifications of ``drafts`` drafts accepted none, one, two and so on up to all."""
+    return np.bincount(log.accepted[log.verified == drafts], minlength=drafts + 1).tolist()
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """A value, None if there were no samples, and its bar; ``ok`` is None where too little was measured to tell."""
@@ -154,31 +163,49 @@ class Check:
 
 @dataclass(slots=True)
 class Evaluation:
-    """Everything that was measured; what was not has its reason in ``not_measured``, by name."""
+    """Everything that was measured; what was not has its reason in ``not_measured``, by name.
+
+    Args:
+        perplexity: On all that was scored.
+        perplexity_by_kind: The same by kind of document.
+        speculation: Over all prompts.
+        speculation_by_kind: The same by kind of document.
+        calibration: Of the draft's confidences, with temperatures fitted to the same drafts.
+    """
 
     perplexity: Perplexity | None = None
+    perplexity_by_kind: dict[str, Perplexity] = field(default_factory=dict)
     speculation: Speculation | None = None
+    speculation_by_kind: dict[str, Speculation] = field(default_factory=dict)
     calibration: Calibration | None = None
     not_measured: dict[str, str] = field(default_factory=dict)
 
-    def add_drafts(self, log: Acceptance, counts: Sequence[int], drafts: int, engine: str) -> None:
+    def add_scores(self, kinds: Sequence[str], model: Sequence[Floats], baseline: Sequence[Floats]) -> None:
+        """Add perplexity, from log-probabilities of texts of these kinds."""
+        self.perplexity = Perplexity.of(model, baseline)
+        for kind in sorted(set(kinds)):
+            chosen = [index for index, each in enumerate(kinds) if each == kind]
+            self.perplexity_by_kind[kind] = Perplexity.of(
+                [model[index] for index in chosen], [baseline[index] for index in chosen]
+            )
+
+    def add_drafts(self, counts: Mapping[str, Sequence[int]], log: Acceptance, engine: str) -> None:
         """Add speculation and calibration, or say that there is nothing to tell them from.
 
         Args:
+            counts: By kind of document: verifications that accepted none of the drafts, one, two and so on.
             log: The acceptance log.
-            counts: What :meth:`Runner.generate` returned.
-            drafts: Drafts per step.
             engine: Its name.
         """
-        if whole := int(np.sum(log.verified == drafts)):
-            counts = np.bincount(log.accepted[log.verified == drafts], minlength=drafts + 1).tolist()
+        self.speculation_by_kind = {kind: Speculation.of(each) for kind, each in counts.items() if any(each)}
+        if self.speculation_by_kind:
+            self.speculation = Speculation.of([sum(column) for column in zip(*counts.values(), strict=True)])
+        else:
+            self.not_measured["acceptance"] = f"{engine} verified no drafts, or did not count them"
+        if len(log.verified):
             self.calibration = calibrate(log)
         else:
             self.not_measured["calibration"] = f"{engine} logged no confidences of drafts"
-        if whole or any(counts):
-            self.speculation = Speculation.of([*counts, *[0] * (drafts + 1 - len(counts))])
-        else:
-            self.not_measured["acceptance"] = f"{engine} verified no drafts, or did not count them"
 
     def checks(self) -> list[Check]:
         """The bars, for what was measured."""
@@ -204,8 +231,10 @@ class Evaluation:
     def as_dict(self) -> dict[str, Any]:
         """For JSON; what was not measured is null."""
         return {
-            "perplexity": self.perplexity and {**asdict(self.perplexity), "ratio": self.perplexity.ratio},
+            "perplexity": self.perplexity and self.perplexity.as_dict(),
+            "perplexity_by_kind": {kind: each.as_dict() for kind, each in self.perplexity_by_kind.items()},
             "acceptance": self.speculation and asdict(self.speculation),
+            "acceptance_by_kind": {kind: asdict(each) for kind, each in self.speculation_by_kind.items()},
             "calibration": self.calibration and self.calibration.as_dict(),
             "not_measured": self.not_measured,
             "checks": [asdict(check) for check in self.checks()],

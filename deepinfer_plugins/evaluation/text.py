@@ -14,22 +14,29 @@ from deepinfer_plugins.evaluation.ngram import Ints
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Tokens of a piece: what the shipped checkpoint was trained on.
+# Tokens of a document that are scored: what the shipped checkpoint was trained on.
 LENGTH = 512
-# A prompt has this many tokens, and at most half of its piece.
+# A prompt has this many tokens, and at most half of its document.
 PROMPT_LENGTHS = range(16, 97)
 
 
-class Text(NamedTuple):
-    """What is asked of a checkpoint.
+class Piece(NamedTuple):
+    """The beginning of a document.
 
     Args:
-        scored: Pieces of held-out documents.
-        prompts: Beginnings of other pieces.
+        kind: Of the document.
+        tokens: From its start token on.
     """
 
-    scored: list[list[int]]
-    prompts: list[list[int]]
+    kind: str
+    tokens: list[int]
+
+
+class Text(NamedTuple):
+    """What is asked of a checkpoint; nothing is both scored and continued."""
+
+    scored: list[Piece]
+    prompts: list[Piece]
 
 
 def tokenize(tokenizer: Tokenizer, documents: Iterable[Document], end: int) -> list[Ints]:
@@ -38,47 +45,46 @@ def tokenize(tokenizer: Tokenizer, documents: Iterable[Document], end: int) -> l
     return [np.array([*item.ids, end], dtype=np.int64) for item in encoded]
 
 
-def pieces(documents: Sequence[Ints], seed: int) -> list[list[int]]:
-    """All of the documents in pieces of at most ``LENGTH`` tokens, each behind a start token, in random order."""
-    cut = [
-        [int(document[0]), *document[first : first + LENGTH - 1].tolist()]
-        for document in documents
-        for first in range(1, len(document), LENGTH - 1)
-    ]
-    random.Random(seed).shuffle(cut)
-    return cut
-
-
 def choose(
     tokenizer: Tokenizer, documents: Sequence[Document], end: int, tokens: int, prompts: int, seed: int = 0
 ) -> Text:
-    """Choose what to score and what to continue.
-
-    Every token of the held-out text is as likely to be chosen as any other. Nothing is both scored and continued.
+    """Draw held-out documents, each as likely as any other, and take their beginnings.
 
     Args:
         tokenizer: The model's; it puts a start token first.
         documents: The corpus.
         end: The token that ends a document.
-        tokens: How many to score; the last piece is cut short for it.
+        tokens: How many to score; the last document is cut short for it.
         prompts: How many to continue.
-        seed: Of the choice.
+        seed: Of the draw.
 
     Raises:
         ValueError: There is not as much held-out text.
     """
+    rng = random.Random(seed)
     held_out = [document for document in documents if is_held_out(document.name)]
-    found = pieces(tokenize(tokenizer, held_out, end), seed)
-    scored: list[list[int]] = []
-    left = tokens
-    while left > 0 and found:
-        scored.append(found.pop()[: left + 1])
-        left -= len(scored[-1]) - 1
-    rng = random.Random(seed + 1)
-    long_enough = [piece for piece in found if len(piece) >= 2 * PROMPT_LENGTHS.start][:prompts]
-    if left > 0 or len(long_enough) < prompts:
+    rng.shuffle(held_out)
+    encoded = tokenize(tokenizer, held_out, end)
+    left = [
+        Piece(document.kind, ids[:LENGTH].tolist()) for document, ids in zip(held_out, encoded, strict=True)
+    ]
+    available = sum(len(piece.tokens) - 1 for piece in left)
+    scored: list[Piece] = []
+    missing = tokens
+    while missing > 0 and left:
+        piece = left.pop()
+        scored.append(piece._replace(tokens=piece.tokens[: missing + 1]))
+        missing -= len(scored[-1].tokens) - 1
+    long_enough = [piece for piece in left if len(piece.tokens) >= 2 * PROMPT_LENGTHS.start][:prompts]
+    if missing > 0 or len(long_enough) < prompts:
         raise ValueError(
-            f"{tokens} tokens to score and {prompts} prompts to continue are more than the held-out text has: "
-            f"{sum(map(len, scored)) + sum(map(len, found))} tokens, in {len(held_out)} documents"
+            f"{tokens} tokens to score and then {prompts} prompts to continue are more than is held out: "
+            f"{len(held_out)} documents, whose beginnings have {available} tokens"
         )
-    return Text(scored, [piece[: min(rng.choice(PROMPT_LENGTHS), len(piece) // 2)] for piece in long_enough])
+    return Text(
+        scored,
+        [
+            piece._replace(tokens=piece.tokens[: min(rng.choice(PROMPT_LENGTHS), len(piece.tokens) // 2)])
+            for piece in long_enough
+        ],
+    )
