@@ -200,11 +200,18 @@ def test_wheel_built_from_the_sdist_holds_every_room(tmp_path: Path) -> None:
     with tarfile.open(build("sdist", ROOT)) as sdist:
         sdist.extractall(tmp_path, filter="data")
     unpacked = next(path for path in tmp_path.iterdir() if path.is_dir())
-    with zipfile.ZipFile(build("wheel", unpacked)) as wheel:
-        packed = {name for name in wheel.namelist() if name.endswith(".py")}
+    file = build("wheel", unpacked)
+    assert file.stat().st_size < 12e6, f"the wheel has {file.stat().st_size} bytes; it must stay under 12 MB"
+    with zipfile.ZipFile(file) as wheel:
+        names = set(wheel.namelist())
+    data = {str(path.relative_to(ROOT)) for path in (PACKAGE / "data").rglob("*") if path.is_file()}
+    assert {f"deepinfer_plugins/data/{name}" for name in ("corpus.jsonl.xz", "checkpoint/config.json")} <= data
+    assert data <= names, f"not packed: {sorted(data - names)}"
+    packed = {name for name in names if name.endswith(".py")}
     expected = {str(path.relative_to(ROOT)) for path in MODULES.values()}
     assert packed == expected, f"missing {sorted(expected - packed)}, unexpected {sorted(packed - expected)}"
     assert (unpacked / "tests" / "test_layout.py").exists()
+    assert (unpacked / "training" / "corpus.jsonl.xz").exists()
 
 
 @pytest.mark.parametrize("readme", sorted(ROOT.glob("[!.]*/**/README.md")) + [ROOT / "README.md"], ids=str)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import argparse
 import ast
-import hashlib
 import json
 import lzma
 import random
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+
+from deepinfer_plugins.core.shipped import is_held_out
 
 USER, ASSISTANT, THINK, END_THINK = "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"
 
@@ -44,11 +45,6 @@ _THINGS = (
 ).split()
 _COLOURS = "red green blue black white yellow purple orange grey brown".split()
 _STATES = "open closed pending shipped returned cancelled".split()
-
-
-def held_out(name: str) -> bool:
-    """One source in twenty. What was taken from one file (its text, its documentation) stays together."""
-    return hashlib.sha256(name.split(":")[0].encode()).digest()[0] < 13
 
 
 def library(root: Path) -> Iterator[tuple[str, str]]:
@@ -184,11 +180,6 @@ def build(megabytes: float, seed: int = 0) -> list[tuple[str, str]]:
     return taken
 
 
-def read(path: Path) -> list[tuple[str, str]]:
-    with lzma.open(path, "rt", encoding="utf-8") as file:
-        return [tuple(json.loads(line)) for line in file]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -201,7 +192,7 @@ def main() -> None:
         for document in documents:
             file.write(json.dumps(document, ensure_ascii=False) + "\n")
     size = sum(len(text) for _, text in documents)
-    held = sum(len(text) for name, text in documents if held_out(name))
+    held = sum(len(text) for name, text in documents if is_held_out(name))
     print(
         f"{len(documents)} documents, {size / 1e6:.2f} MB, of which {held / 1e6:.2f} MB held out; "
         f"{arguments.output.stat().st_size / 1e6:.2f} MB compressed"

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
+from deepinfer_plugins.core.shipped import is_held_out, read_documents
 from deepinfer_plugins.model.engram import CompressedVocabulary
 from deepinfer_plugins.model.tokenizer_data import build_tokenizer, write_tokenizer
 from training import draft as drafting
@@ -27,7 +28,6 @@ from training import network, quantise
 from training.export import export
 from training.network import Losses, Network
 from training.shape import trained
-from training.text import held_out, read
 
 LENGTH = 512
 INDEX_WEIGHT = 0.05
@@ -234,8 +234,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(arguments.seed)
 
-    documents = read(arguments.corpus)[: arguments.documents]
-    seen = [(name, text) for name, text in documents if not held_out(name)]
+    documents = read_documents(arguments.corpus)[: arguments.documents]
+    seen = [(name, text) for name, text in documents if not is_held_out(name)]
     config = trained()
     tokenizer = build_tokenizer(
         config.vocab_size, config.image_token_id, config.dspark_noise_token_id, [text for _, text in seen]
@@ -244,7 +244,7 @@ def main() -> None:
     config = replace(config, engram_compressed_vocab_size=vocabulary.size)
     write_tokenizer(tokenizer, arguments.output, config.max_position_embeddings)
     train_text = Text(seen, tokenizer, device)
-    test_text = Text([d for d in documents if held_out(d[0])], tokenizer, device)
+    test_text = Text([d for d in documents if is_held_out(d[0])], tokenizer, device)
     net = Network(config, vocabulary, arguments.dropout)
     state = load(arguments.resume or arguments.output)
     if state["weights"]:
