@@ -120,12 +120,13 @@ def _drafting(server_args: Any, previous: Any) -> None:
     cfg = resolving_view(server_args)
     if cfg.speculative_algorithm is None or not _is_ours(server_args):
         return previous(server_args)
+    speculation.check(cfg, server_args._raw_input)
     device = cfg.device
     # SGLang's DSpark kernels are CUDA's, and so it asks for that device; ours run on every one.
     declare_resolution(server_args, "deepinfer", device="cuda")
     previous(server_args)
     declare_resolution(server_args, "deepinfer", device=device)
-    speculation.check(cfg, server_args._raw_input)
+    speculation.check_depth(int(cfg.speculative_num_draft_tokens))
 
 
 def _refusals(cfg: Any, asked: Any) -> list[str]:

@@ -50,7 +50,7 @@ def asked_fields(asked: Mapping[str, Any], settings: Settings) -> dict[str, Any]
 
 
 def check(cfg: Any, asked: Mapping[str, Any]) -> None:
-    """Refuse what does not fit our drafting, once SGLang has resolved its part.
+    """Refuse what does not fit our drafting.
 
     Args:
         cfg: The configuration as resolved so far, with drafting on.
@@ -59,9 +59,6 @@ def check(cfg: Any, asked: Mapping[str, Any]) -> None:
     Raises:
         ValueError: With the flags that are in the way.
     """
-    depth = int(cfg.speculative_num_draft_tokens) - 1
-    if not 1 <= depth <= MAX_DEPTH:
-        raise ValueError(f"--speculative-dspark-block-size {depth}: it must be from 1 to {MAX_DEPTH}")
     draft = asked["speculative_draft_model_path"]
     refusals = [
         what
@@ -87,6 +84,19 @@ def check(cfg: Any, asked: Mapping[str, Any]) -> None:
             f"deepinfer_plugins does not draft with {'; '.join(refusals)}. Leave that out, or --speculative-algorithm."
         )
     is_scheduled(Settings.from_env())
+
+
+def check_depth(window: int) -> None:
+    """Refuse what is too deep.
+
+    Args:
+        window: As SGLang counts: the last token and its drafts.
+
+    Raises:
+        ValueError: With the flag.
+    """
+    if not 1 <= window - 1 <= MAX_DEPTH:
+        raise ValueError(f"--speculative-dspark-block-size {window - 1}: it must be from 1 to {MAX_DEPTH}")
 
 
 def is_scheduled(settings: Settings, environ: Mapping[str, str] | None = None) -> bool:

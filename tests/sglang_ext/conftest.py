@@ -23,6 +23,8 @@ pytest.importorskip("sglang", reason="these tests run in SGLang's environment")
 
 import torch  # noqa: E402
 
+from deepinfer_plugins.evaluation.engine import Generated, ReferenceEngine  # noqa: E402
+from deepinfer_plugins.features.sampling import SamplingParams  # noqa: E402
 from deepinfer_plugins.model.checkpoint import Checkpoint  # noqa: E402
 from deepinfer_plugins.model.config import ModelConfig  # noqa: E402
 from deepinfer_plugins.model.make_checkpoint import make_checkpoint  # noqa: E402
@@ -121,15 +123,9 @@ def serving(checkpoint: Path, log: Path, *arguments: str, **variables: str) -> I
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "sglang.launch_server",
-        "--model-path",
-        str(checkpoint),
-        "--host",
-        "127.0.0.1",
-    ]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)]
+    # An idle scheduler would keep a core busy that other tests need.
+    command += ["--host", "127.0.0.1", "--sleep-on-idle"]
     started = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -218,6 +214,34 @@ def serve(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Serving
         return serving(model, tmp_path_factory.mktemp("server") / "log", *arguments, **variables)
 
     return start
+
+
+@pytest.fixture(scope="session")
+def server(serve: Serving) -> Iterator[Server]:
+    """As a user starts it, but for the chunk size. Caches hold NaN until they are written."""
+    with serve("--chunked-prefill-size", "128", DEEPINFER_TEST_POISON_CACHES="1") as running:
+        yield running
+
+
+@dataclass
+class Sampled:
+    """What the model's own loop, without an engine, makes of prompts and parameters; asked once for each."""
+
+    loop: ReferenceEngine
+    _known: dict[tuple[Any, ...], list[Generated]] = field(default_factory=dict)
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], count: int, depth: int = 0
+    ) -> list[Generated]:
+        key = (tuple(map(tuple, prompts)), repr(params), count, depth)
+        if key not in self._known:
+            self._known[key] = self.loop.generate(prompts, count, depth, params)
+        return self._known[key]
+
+
+@pytest.fixture(scope="session")
+def sampled(checkpoint: Path) -> Sampled:
+    return Sampled(ReferenceEngine(checkpoint, max_requests=16))
 
 
 @pytest.fixture(scope="session")

@@ -16,13 +16,6 @@ NEW_TOKENS = 64
 
 
 @pytest.fixture(scope="module")
-def server(serve: Any) -> Iterator[Any]:
-    """As a user starts it, but for the chunk size. Caches hold NaN until they are written."""
-    with serve("--chunked-prefill-size", "128", DEEPINFER_TEST_POISON_CACHES="1") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def odd(serve: Any) -> Iterator[Any]:
     """Pages of one token, chunks of 63, and no overlap of scheduling and running."""
     with serve(
