@@ -1,16 +1,14 @@
 """Generate from a few prompts with vLLM or SGLang, through the engine's own Python interface.
 
-Without ``--model`` a small checkpoint of random weights is made once and kept in the user's cache: the
-texts are noise, and everything else is as with the release.
+Without ``--model`` it runs the small trained checkpoint that comes with the package, and the prompts are of the kinds
+that it was trained on: documentation, code, JSON records, and chats about them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,11 +30,16 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from deepinfer_plugins.core import shipped
+
+ORDER = (
+    '{"id": 2044, "customer": {"name": "Lena", "city": "Oslo"}, "items": [], "state": "shipped", "total": 2}'
+)
 PROMPTS = [
-    "The capital of France is",
-    "Write a haiku about the sea.",
-    "def fibonacci(n):",
-    "In 1905, Einstein published",
+    "Return a copy of the string with",
+    'class Lamp:\n    """A lamp with name, price and owner."""\n\n    def __init__(self, name,',
+    '[{"id": 4711, "customer": {"name": "Ada", "city":',
+    f"{ORDER}\n<｜User｜>What is the state of order 2044?<｜Assistant｜></think>",
 ]
 
 
@@ -84,7 +87,6 @@ class VLLM:
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             seed=sampling.seed,
-            ignore_eos=True,
         )
         return [
             Output(len(done.prompt_token_ids), list(done.outputs[0].token_ids), done.outputs[0].text)
@@ -119,7 +121,6 @@ class SGLang:
             "max_new_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "sampling_seed": sampling.seed,
-            "ignore_eos": True,
         }
         last: dict[int, dict[str, Any]] = {}
         columns = (
@@ -155,32 +156,6 @@ class SGLang:
 
 
 ENGINES = {EngineName.vllm: VLLM, EngineName.sglang: SGLang}
-
-
-def small_checkpoint() -> Path:
-    """The small checkpoint in the user's cache, made if it is not there."""
-    from deepinfer_plugins.model import make_checkpoint as maker
-    from deepinfer_plugins.model import tokenizer_data
-    from deepinfer_plugins.model.presets import preset
-
-    # What it holds follows from the shape and from the code that makes it.
-    makers = [Path(str(module.__file__)).read_bytes() for module in (maker, tokenizer_data)]
-    recipe = b"\n".join([json.dumps(preset("small").to_dict(), sort_keys=True).encode(), *makers])
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepinfer-plugins"
-    folder = cache / f"small-{hashlib.sha256(recipe).hexdigest()[:12]}"
-    if folder.exists():
-        return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    # Made aside and moved, so that a run that was stopped leaves no half of one.
-    with tempfile.TemporaryDirectory(dir=cache) as aside:
-        maker.make_checkpoint(Path(aside) / "small", "small", seed=0)
-        try:
-            (Path(aside) / "small").rename(folder)
-        except OSError:
-            # Another run was faster; its checkpoint is the same.
-            if not folder.exists():
-                raise
-    return folder
 
 
 @contextmanager
@@ -239,11 +214,11 @@ def main(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Folder or Hugging Face id; default: DEEPINFER_HF_MODEL_DIR, or a small one made here."
+            help="Folder or Hugging Face id; default: DEEPINFER_HF_MODEL_DIR, or the small one that ships."
         ),
     ] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="May be given more than once.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 32,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt, at most.")] = 48,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
@@ -256,8 +231,7 @@ def main(
     if not model:
         # Matrices this small gain nothing from a second thread, and on a CPU waiting for it costs tenfold.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        with phase(console, "the small checkpoint"):
-            model = str(small_checkpoint())
+        model = str(shipped.default_checkpoint())
     else:
         check_model(model)
     console.print(f"model: {escape(model)}")
