@@ -96,6 +96,14 @@ def calibrate(
 
 
 @app.command()
+def checkpoint() -> None:
+    """Print the folder of the small trained checkpoint that comes with the package."""
+    from deepinfer_plugins.core.shipped import default_checkpoint
+
+    typer.echo(default_checkpoint())
+
+
+@app.command()
 def evaluate(
     engine: Annotated[
         Runs, typer.Option(help="What runs the model; reference needs no engine.")
@@ -122,6 +130,40 @@ def evaluate(
 
     request = Request(engine.value, model, tokens, prompts, new_tokens, drafts, seed, acceptance_log)
     raise typer.Exit(main(request, as_json))
+
+
+@app.command()
+def verify(
+    engine: Annotated[Engine | None, typer.Option(help="Default: the one that is installed.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder or Hugging Face id; default: DEEPINFER_HF_MODEL_DIR, or the one shipped."),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 14,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of a request, at most.")] = 24,
+    longest: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, at most.")] = 160,
+    drafts: Annotated[int, typer.Option(min=1, max=8, help="Drafts per step.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of requests, orders and budgets.")] = 0,
+    other_engine: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also compare with what --json printed in the other engine."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Hold the engine to the promise: the same tokens alone, batched, reordered, with drafts and with random budgets.
+
+    The exit status is 1 if a token or a log-probability differs, and 2 if it can't be tried.
+    """
+    from deepinfer_plugins.commands.doctor import installed
+    from deepinfer_plugins.commands.verify import Options, main
+
+    chosen = engine or next((name for name in Engine if installed(name)), None)
+    if chosen is None:
+        raise typer.BadParameter(
+            "neither vLLM nor SGLang is installed in this environment", param_hint="--engine"
+        )
+    options = Options(chosen.value, model, requests, max_tokens, longest, drafts, seed, other_engine)
+    raise typer.Exit(main(options, as_json))
 
 
 @app.command()
