@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -25,6 +26,11 @@ def parts(logits: torch.Tensor) -> Iterator[slice]:
     at_once = max(1, (_CPU_ENTRIES if logits.is_cpu else _GPU_ENTRIES) // max(1, logits.shape[1]))
     for start in range(0, logits.shape[0], at_once):
         yield slice(start, start + at_once)
+
+
+def take(args: tuple[torch.Tensor | None, ...], rows: torch.Tensor | slice) -> list[Any]:
+    """``rows`` of each tensor."""
+    return [arg if arg is None else arg[rows] for arg in args]
 
 
 def order_keys(logits: torch.Tensor) -> torch.Tensor:

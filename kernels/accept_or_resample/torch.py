@@ -31,6 +31,7 @@ def accept_or_resample(
     args = (logits, temperature, min_p, top_k, top_p, seed, position, draft_token, draft_row)
     for part in filtering.parts(logits):
         some = rows[part]
-        chosen = (arg if arg is None else arg[some] for arg in args)
-        accepted[some], token[some], overlap[some] = reference.accept_or_resample(*chosen, draft_log_probs)
+        results = reference.accept_or_resample(*[*filtering.take(args, some), draft_log_probs])
+        for table, result in zip((accepted, token, overlap), results, strict=True):
+            table[some] = result
     return accepted, token, overlap

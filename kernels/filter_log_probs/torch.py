@@ -18,7 +18,6 @@ def filter_log_probs(
     """As the reference."""
     out = torch.empty_like(logits)
     for part in filtering.parts(logits):
-        args = (temperature, min_p, top_k, top_p)
-        some = (arg if arg is None else arg[part] for arg in args)
-        out[part] = reference.filter_log_probs(logits[part], *some)
+        args = (logits, temperature, min_p, top_k, top_p)
+        out[part] = reference.filter_log_probs(*filtering.take(args, part))
     return out

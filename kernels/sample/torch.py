@@ -29,5 +29,5 @@ def sample(
     for part in filtering.parts(logits):
         some = rows[part]
         args = (logits, temperature, min_p, top_k, top_p, seed, position, stream)
-        tokens[some] = reference.sample(*(arg if arg is None else arg[some] for arg in args))
+        tokens[some] = reference.sample(*filtering.take(args, some))
     return tokens
