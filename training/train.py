@@ -219,15 +219,18 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--resume", type=Path, help="folder of the state to go on from; OUTPUT by default")
     parser.add_argument("--minutes", type=float, default=9)
-    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--draft-steps", type=int, default=1200)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--draft-rate", type=float, default=2e-3)
-    parser.add_argument("--anchors", type=int, default=32)
+    parser.add_argument("--anchors", type=int, default=64)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--documents", type=int, help="use only so many, for a trial")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--export", action="store_true", help="train no further: write the checkpoint as it is"
+    )
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.minutes * 60
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -260,6 +263,22 @@ def main() -> None:
         flush=True,
     )
 
+    if not arguments.export and not train(net, state, train_text, test_text, arguments, deadline):
+        return
+    weights = {name.replace("/", "."): p.detach().cpu() for name, p in net.weights.items()}
+    export(arguments.output / "checkpoint", config, weights, arguments.output)
+    print("done: ", arguments.output / "checkpoint")
+
+
+def train(
+    net: Network,
+    state: dict[str, Any],
+    train_text: Text,
+    test_text: Text,
+    arguments: argparse.Namespace,
+    deadline: float,
+) -> bool:
+    """Go on with both phases from a state; whether they are done."""
     for phase, steps, peak in (
         ("backbone", arguments.steps, arguments.rate),
         ("draft", arguments.draft_steps, arguments.draft_rate),
@@ -270,15 +289,13 @@ def main() -> None:
         trainer = Trainer(net, phase, steps, peak, arguments.output)
         if kept and kept["phase"] == phase:
             trainer.restore(kept)
-        if not run(net, trainer, train_text, test_text, arguments, deadline):
-            save(arguments.output, net, trainer)
-            print(f"stopped in {phase} at step {trainer.step} of {steps}: run again to go on")
-            return
+        done = run(net, trainer, train_text, test_text, arguments, deadline)
         save(arguments.output, net, trainer)
         (arguments.output / f"log-{phase}.json").write_text(json.dumps(trainer.log, indent=0) + "\n")
-    weights = {name.replace("/", "."): p.detach().cpu() for name, p in net.weights.items()}
-    export(arguments.output / "checkpoint", config, weights, arguments.output)
-    print("done: ", arguments.output / "checkpoint")
+        if not done:
+            print(f"stopped in {phase} at step {trainer.step} of {steps}: run again to go on")
+            return False
+    return True
 
 
 def run(
