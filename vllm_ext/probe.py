@@ -6,14 +6,16 @@ registry and platform. What this package believes it registered does not count.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURES = ("DeepseekV41ForCausalLM",)
+ARCHITECTURES = ("DeepseekV41ForCausalLM", "DSparkV41DraftModel")
 OURS = "deepinfer_plugins."
 
 
@@ -58,6 +60,14 @@ def _model(architecture: str, problems: list[str]) -> str:
     return f"{found.__module__}:{found.__qualname__}"
 
 
+def _planned() -> list[dict[str, Any]]:
+    """Patches that are made when vLLM configures our model, and when a worker starts for it."""
+    from deepinfer_plugins.vllm_ext import versions
+
+    changes: Any = importlib.import_module(f"{versions.folder(versions.installed())}.patches")
+    return [asdict(each) for each in (*changes.ENGINE_PATCHES, *changes.WORKER_PATCHES)]
+
+
 def state() -> dict[str, Any]:
     """What vLLM runs in this process as it is now, as JSON takes it.
 
@@ -78,7 +88,7 @@ def state() -> dict[str, Any]:
         "models": {name: _model(name, problems) for name in ARCHITECTURES},
         "platform": _platform(problems),
         "hooks": {},
-        "planned": [],
+        "planned": _planned() if report().active else [],
         "report": report().as_dict(),
         "survey": survey(
             batch_invariant=envs.VLLM_BATCH_INVARIANT if envs.is_set("VLLM_BATCH_INVARIANT") else None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,59 +88,68 @@ def asked(prompts: list[list[int]]) -> list[tuple[list[int], dict[str, Any]]]:
     return requests(prompts)
 
 
-class TestWithout:
-    """One engine that does not speculate; what it generates is held against all others."""
+@dataclass
+class Plain:
+    """What an engine that does not speculate did."""
 
-    @pytest.fixture(scope="class")
-    def plain(self, start: Any, tiny: Any) -> Iterator[Any]:
-        with start(tiny, max_num_seqs=32) as engine:
-            yield engine
-
-    def test_every_parameter_does_something(self, plain: Any, asked: Any, expected: dict[str, Any]) -> None:
-        expected["all"] = answers = generate(plain, asked)
-        reasons = {reason for _, reason, *_ in answers}
-        assert reasons == {"length", "stop"}
-        assert {len(tokens) for tokens, *_ in answers} >= {3, 9, 16, 17, 30, 31}
-        for (_, kind), (tokens, *_) in zip(asked, answers, strict=True):
-            if "allowed_token_ids" in kind:
-                assert set(tokens) <= set(FEW["allowed_token_ids"])
-            assert len(tokens) >= kind.get("min_tokens", 0)
-
-    def test_a_request_without_a_seed_gets_one_and_reports_it(self, plain: Any, prompts: Any) -> None:
-        from vllm import SamplingParams
-
-        prompt = {"prompt_token_ids": prompts[4]}
-        free = SamplingParams(temperature=1.0, n=2, max_tokens=8, ignore_eos=True, detokenize=False)
-        first, second = (plain.llm.generate(prompt, free, use_tqdm=False)[0].outputs for _ in range(2))
-        seeds = [sample.seed for sample in (*first, *second)]
-        assert len(set(seeds)) == 4 and first[0].token_ids != second[0].token_ids
-        assert first[0].token_ids != first[1].token_ids and free.seed is None
-        for sample in (*first, *second):
-            again = SamplingParams(
-                temperature=1.0, seed=sample.seed, max_tokens=8, ignore_eos=True, detokenize=False
-            )
-            (output,) = plain.llm.generate(prompt, again, use_tqdm=False)
-            assert output.outputs[0].token_ids == sample.token_ids and output.outputs[0].seed == sample.seed
-
-    def test_new_weights_are_refused_while_the_old_ones_are_there(self, plain: Any, prompts: Any) -> None:
-        with pytest.raises(NotImplementedError, match="does not take weights"):
-            plain.llm.collective_rpc("reload_weights")
-        plain.check(prompts[3:4], "after reload_weights", new_tokens=4)
+    all: list[Any]
+    free: list[list[tuple[int, list[int]]]]
+    again: list[tuple[int, list[int]]]
+    refused: str
+    afterwards: list[int]
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, Any]:
-    """Filled by the first test."""
-    return {}
+def plain(start: Any, tiny: Any, asked: Any, prompts: list[list[int]]) -> Plain:
+    from vllm import SamplingParams
+
+    prompt = {"prompt_token_ids": prompts[4]}
+
+    def samples(engine: Any, **kind: Any) -> list[tuple[int, list[int]]]:
+        params = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True, detokenize=False, **kind)
+        (output,) = engine.llm.generate(prompt, params, use_tqdm=False)
+        return [(sample.seed, list(sample.token_ids)) for sample in output.outputs]
+
+    with start(tiny, max_num_seqs=32) as engine:
+        answers = generate(engine, asked)
+        free = [samples(engine, n=2) for _ in range(2)]
+        again = [samples(engine, seed=seed)[0] for pair in free for seed, _ in pair]
+        with pytest.raises(NotImplementedError) as refused:
+            engine.llm.collective_rpc("reload_weights")
+        (output,) = engine.check(prompts[3:4], "after reload_weights", new_tokens=4)
+        return Plain(answers, free, again, str(refused.value), list(output.outputs[0].token_ids))
+
+
+def test_every_parameter_does_something(plain: Plain, asked: Any) -> None:
+    reasons = {reason for _, reason, *_ in plain.all}
+    assert reasons == {"length", "stop"}
+    assert {len(tokens) for tokens, *_ in plain.all} >= {3, 9, 16, 17, 30, 31}
+    for (_, kind), (tokens, *_) in zip(asked, plain.all, strict=True):
+        if "allowed_token_ids" in kind:
+            assert set(tokens) <= set(FEW["allowed_token_ids"])
+        assert len(tokens) >= kind.get("min_tokens", 0)
+
+
+def test_a_request_without_a_seed_gets_one_and_reports_it(plain: Plain) -> None:
+    (first, second), samples = plain.free, [*plain.free[0], *plain.free[1]]
+    assert (
+        len({seed for seed, _ in samples}) == 4 and first[0][1] != second[0][1] and first[0][1] != first[1][1]
+    )
+    assert plain.again == samples
+
+
+def test_new_weights_are_refused_while_the_old_ones_are_there(plain: Plain) -> None:
+    """What it generated afterwards was the oracle's choice."""
+    assert "does not take weights" in plain.refused and len(plain.afterwards) == 4
 
 
 def drafting(depth: int, **more: Any) -> dict[str, Any]:
     return {"speculative_config": {"method": "dspark", "num_speculative_tokens": depth, **more}}
 
 
-def test_depth_one(start: Any, tiny: Any, asked: Any, expected: dict[str, Any]) -> None:
-    with start(tiny, max_num_seqs=32, max_num_batched_tokens=64, **drafting(1)) as engine:
-        assert generate(engine, asked) == expected["all"]
+def test_depth_one(start: Any, tiny: Any, asked: Any, plain: Plain) -> None:
+    with start(tiny, max_num_seqs=32, **drafting(1)) as engine:
+        assert generate(engine, asked) == plain.all
         assert accepted(engine)[0] > 0
 
 
@@ -150,24 +161,24 @@ class TestFive:
         with start(tiny, max_num_seqs=32, **drafting(5)) as engine:
             yield engine
 
-    def test_all_at_once(self, five: Any, asked: Any, expected: dict[str, Any]) -> None:
+    def test_all_at_once(self, five: Any, asked: Any, plain: Plain) -> None:
         assert five.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
-        assert generate(five, asked) == expected["all"]
+        assert generate(five, asked) == plain.all
         assert min(accepted(five)) > 0
 
     @pytest.mark.parametrize("concurrency", [8, 1])
-    def test_fewer_at_once(self, five: Any, asked: Any, expected: dict[str, Any], concurrency: int) -> None:
+    def test_fewer_at_once(self, five: Any, asked: Any, plain: Plain, concurrency: int) -> None:
         """Their prompts are known by now: every one is a prefix hit, if it is long enough."""
         for first in range(0, 16, concurrency):
             chosen = slice(first, first + concurrency)
             if concurrency == 1 and first % 3:
                 continue
-            assert generate(five, asked[chosen]) == expected["all"][chosen]
+            assert generate(five, asked[chosen]) == plain.all[chosen]
 
     def test_the_oracle_agrees(self, five: Any, prompts: Any) -> None:
         five.check(prompts[3:9], "five drafts", new_tokens=12)
 
-    def test_aborts(self, five: Any, asked: Any, expected: dict[str, Any]) -> None:
+    def test_aborts(self, five: Any, asked: Any, plain: Plain) -> None:
         """Every other request is aborted at another moment; the next ones get its slot at once."""
         engine, finished, left = five.llm.llm_engine, {}, [*range(32)]
         running: list[int] = []
@@ -188,7 +199,7 @@ class TestFive:
                 running.remove(doomed[0])
         assert set(range(0, 32, 2)) <= set(finished)
         for index, tokens in finished.items():
-            assert tokens == expected["all"][index][0], index
+            assert tokens == plain.all[index][0], index
 
     def test_rejection_samples_something_plausible(self, five: Any, prompts: Any) -> None:
         """Without a seed, by default; that the distribution is right is tested where it is made."""
@@ -204,37 +215,98 @@ class TestFive:
         assert sum(accepted(five)) > before
 
 
-def test_depth_eight_in_small_steps(start: Any, tiny: Any, asked: Any, expected: dict[str, Any]) -> None:
+def test_depth_eight_in_small_steps(start: Any, tiny: Any, asked: Any, plain: Plain) -> None:
     """Without asynchronous scheduling; a step is too small for all drafts of all requests."""
     options = {"max_num_seqs": 32, "max_num_batched_tokens": 48, "async_scheduling": False}
     with start(tiny, **options, **drafting(8)) as engine:
-        assert generate(engine, asked) == expected["all"]
+        assert generate(engine, asked) == plain.all
         assert min(accepted(engine)) > 0
 
 
 def test_random_budgets_by_the_environment(
-    start: Any, tiny: Any, asked: Any, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    start: Any,
+    tiny: Any,
+    asked: Any,
+    plain: Plain,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     from deepinfer_plugins.core import patch
+    from deepinfer_plugins.features.calibration import read_logs
     from deepinfer_plugins.vllm_ext import entrypoints
     from deepinfer_plugins.vllm_ext.v0_33 import patches
 
     monkeypatch.setenv("DEEPINFER_USE_NEXTN_DECODE", "5")
     monkeypatch.setenv("DEEPINFER_ENABLE_MTP_VARLEN", "1")
     monkeypatch.setenv("DEEPINFER_PLUGINS_VERIFY_BUDGET", "random:3")
+    monkeypatch.setenv("DEEPINFER_PLUGINS_ACCEPTANCE_LOG", str(tmp_path / "log"))
     entrypoints.register()
     try:
         with start(tiny, max_num_seqs=32, max_num_batched_tokens=128) as engine:
             assert engine.llm.llm_engine.vllm_config.speculative_config.num_speculative_tokens == 5
-            assert generate(engine, asked) == expected["all"]
-            assert sum(accepted(engine)) > 0
+            assert generate(engine, asked) == plain.all
+            drafted, verified, kept = (
+                engine.counter(f"vllm:spec_decode_num_{what}_tokens")
+                for what in ("draft", "verified", "accepted")
+            )
+            assert 0 < kept == sum(accepted(engine)) < verified < 0.8 * drafted
+            assert engine.counter("vllm:spec_decode_num_verified_tokens_per_pos") == verified
     finally:
         patch.revert(patches.DEPTH)
+    logged = read_logs([tmp_path / "log"])
+    assert logged.depth == 5 and verified / 2 < logged.verified.sum() <= verified
+    assert logged.accepted.sum() > kept / 2
 
 
-def test_preemption(start: Any, tiny: Any, asked: Any, expected: dict[str, Any]) -> None:
-    """Requests outgrow the memory that they were admitted to, and come back with what they generated."""
-    options = {"block_size": 16, "max_model_len": 192, "max_num_batched_tokens": 64, "max_num_seqs": 16}
-    with start(tiny, num_gpu_blocks_override=96, **options, **drafting(3)) as engine:
-        assert generate(engine, asked) == expected["all"]
+def test_preemption(
+    start: Any,
+    tiny: Any,
+    asked: Any,
+    plain: Plain,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Requests outgrow the memory that they were admitted to, and come back with what they generated.
+
+    Verification is scheduled, by what steps were measured to cost.
+    """
+    monkeypatch.setenv("DEEPINFER_DECODE_PERF_CACHE_DIR", str(tmp_path))
+    options = {"block_size": 16, "max_model_len": 176, "max_num_batched_tokens": 64, "max_num_seqs": 16}
+    more = drafting(3, enable_adaptive_verification=True)
+    with start(tiny, num_gpu_blocks_override=160, **options, **more) as engine:
+        core = engine.llm.llm_engine.engine_core.engine_core
+        runner = core.model_executor.driver_worker.worker.model_runner
+        assert runner.adaptive_verification.schedule.cost.curve.sizes == (1, 2, 4, 8, 16, 32, 64)
+        assert len([*tmp_path.iterdir()]) == 1
+        assert generate(engine, asked) == plain.all
         assert engine.counter("vllm:num_preemptions") > 0
+
+
+def test_a_prefix_hit_survives_the_loss_of_the_draft_s_keys(
+    start: Any, tiny: Any, prompts: list[list[int]]
+) -> None:
+    """The draft's blocks are evicted, some or all of them, while those of the other caches are there."""
+    from vllm.v1.core.kv_cache_utils import get_group_id
+
+    from deepinfer_plugins.vllm_ext.v0_33.draft_cache import DraftWindowSpec
+
+    options = {"block_size": 16, "prefix_cache_retention_interval": None, "max_num_batched_tokens": 64}
+    first = prompts[-1][:100]
+    few = {"temperature": 1.0, **FEW, "seed": 3, "max_tokens": 24}
+    with start(tiny, max_num_seqs=8, **options, **drafting(4)) as engine:
+        manager = engine.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+        groups = manager.kv_cache_config.kv_cache_groups
+        drafts = {i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, DraftWindowSpec)}
+        assert drafts and len(groups) > len(drafts)
+        (answer,) = generate(engine, [(first, few)])
+        for lost in (0, 2, 99):
+            pool = manager.block_pool
+            known = [key for key in pool.cached_block_hash_to_block._cache if get_group_id(key) in drafts]
+            assert known
+            for key in known[-lost:] if lost else []:
+                pool.evict_blocks({pool.cached_block_hash_to_block.get_one_block(key).block_id})
+            before = sum(accepted(engine))
+            outputs = engine.check([[*first[:90], 7 + lost % 3]], f"{lost} blocks lost", new_tokens=6)
+            assert outputs[0].num_cached_tokens == 80
+            assert generate(engine, [(first, few)]) == [answer]
+            assert sum(accepted(engine)) > before

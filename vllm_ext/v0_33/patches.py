@@ -119,10 +119,40 @@ SEED_REPORTED = Patch(
     remove_when="vLLM reports the seed that it drew",
 )
 
+VERIFIED = Patch(
+    target="vllm.v1.worker.gpu.model_runner:AsyncOutput",
+    why="how many drafts of each request were verified is known on the device only, when verification is scheduled",
+    upstream="none",
+    remove_when="vLLM counts verified drafts",
+)
+
+VERIFIED_COUNTED = Patch(
+    target="vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+    why="vLLM counts a draft that the schedule left out as if it had been rejected",
+    upstream="none",
+    remove_when="vLLM counts verified drafts",
+    parameters=("scheduler_output", "model_runner_output"),
+)
+
+VERIFIED_EXPORTED = Patch(
+    target="vllm.v1.metrics.loggers:PrometheusStatLogger._spec_decoding_cls",
+    why="its metrics know drafted and accepted tokens, not verified ones",
+    upstream="none",
+    remove_when="vLLM counts verified drafts",
+)
+
 # Made when vLLM loads its plugins; when it configures our model; and when a worker starts for that.
 PATCHES: tuple[Patch, ...] = (LOCAL_FOLDER, OFFLINE, INVARIANT_OPERATORS, DEPTH)
-ENGINE_PATCHES: tuple[Patch, ...] = (ANY_GRAPHS, ALL_PARAMETERS, SEED_CHOSEN, SEED_KEPT, SEED_REPORTED)
-WORKER_PATCHES: tuple[Patch, ...] = (SPECULATOR, NO_HIDDEN_STATES, BUDGET, GRAPH_MODE)
+ENGINE_PATCHES: tuple[Patch, ...] = (
+    ANY_GRAPHS,
+    ALL_PARAMETERS,
+    SEED_CHOSEN,
+    SEED_KEPT,
+    SEED_REPORTED,
+    VERIFIED_COUNTED,
+    VERIFIED_EXPORTED,
+)
+WORKER_PATCHES: tuple[Patch, ...] = (SPECULATOR, NO_HIDDEN_STATES, BUDGET, GRAPH_MODE, VERIFIED)
 
 _FOLDER = "DEEPINFER_HF_MODEL_DIR"
 _RELEASE = "deepseek-v4.1-flash"
@@ -140,21 +170,26 @@ def apply(settings: Settings) -> None:
 
 def apply_in_engine() -> None:
     """Apply what the engine around our model needs. Applying again does nothing."""
-    from deepinfer_plugins.vllm_ext.v0_33 import seeds
+    from deepinfer_plugins.vllm_ext.v0_33 import metrics, requests
 
     wrap(ANY_GRAPHS, _unless_ours)
     wrap(ALL_PARAMETERS, _with_other_drafts)
-    wrap(SEED_CHOSEN, seeds.choosing)
-    wrap(SEED_KEPT, seeds.keeping)
-    wrap(SEED_REPORTED, seeds.reporting)
+    wrap(SEED_CHOSEN, requests.choosing)
+    wrap(SEED_KEPT, requests.keeping)
+    wrap(SEED_REPORTED, requests.reporting)
+    wrap(VERIFIED_COUNTED, metrics.counting)
+    wrap(VERIFIED_EXPORTED, metrics.exporting)
 
 
 def apply_in_worker() -> None:
     """Apply what the runner of our model needs. Applying again does nothing."""
+    from deepinfer_plugins.vllm_ext.v0_33 import metrics
+
     wrap(SPECULATOR, _own_speculator)
     wrap(NO_HIDDEN_STATES, _none_for_our_draft)
     wrap(BUDGET, _own_budget)
     wrap(GRAPH_MODE, _without_graphs)
+    wrap(VERIFIED, metrics.verifying)
 
 
 def _own_speculator(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,8 @@ class WorkerMixin:
     """To be put before one of vLLM's workers."""
 
     model_runner: Any
+    # Rows and requests of the step between its forward and its sampling, and when that began and ended.
+    _timed: Any = None
 
     def init_device(self) -> None:
         patches.apply_in_worker()
@@ -29,6 +31,23 @@ class WorkerMixin:
 
         budget.provide_curve(self.model_runner)
         return done
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        budget, self._timed = self.model_runner.adaptive_verification, None
+        if budget is None:
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
+        start = budget.mark()
+        output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        if (step := self.model_runner.execute_model_state) is not None:
+            self._timed = step.input_batch.num_tokens, step.input_batch.num_reqs, start, budget.mark()
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        if self._timed is not None:
+            budget = self.model_runner.adaptive_verification
+            budget.observe(*self._timed, budget.mark())
+        return output
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Refuse while the weights are still there: vLLM's own method lets go of them before it asks the model."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,27 @@ class _Copy(NamedTuple):
     slots: npt.NDArray[np.intp]
     confidences: torch.Tensor
     arrived: Callable[[], bool]
+
+
+# A moment: in seconds on a host that waits for its work, else an event of the device.
+Mark: TypeAlias = "float | torch.Event"
+
+
+def _milliseconds(start: Mark, end: Mark) -> float:
+    if isinstance(start, float):
+        assert isinstance(end, float)
+        return 1e3 * (end - start)
+    return start.elapsed_time(end)  # type: ignore[arg-type]
+
+
+class _Timed(NamedTuple):
+    """A step: before its forward, after that, and after sampling and drafting."""
+
+    rows: int
+    requests: int
+    start: Mark
+    forward: Mark
+    end: Mark
 
 
 class Budget(api.AdaptiveVerificationManager):
@@ -63,6 +84,7 @@ class Budget(api.AdaptiveVerificationManager):
             (req_states.max_num_reqs, schedule.depth), dtype=torch.float32, device=req_states.device
         )
         self._copies: deque[_Copy] = deque()
+        self._timed: deque[_Timed] = deque()
 
     def add_request(self, req_idx: int) -> None:
         self.schedule.forget(req_idx)
@@ -131,14 +153,30 @@ class Budget(api.AdaptiveVerificationManager):
         if confidences.is_cuda:
             host = torch.empty(confidences.shape, dtype=confidences.dtype, pin_memory=True)
             host.copy_(confidences, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
+            event = torch.cuda.current_stream().record_event()
             self._copies.append(_Copy(plan.step, slots, host, event.query))
         else:
             self._copies.append(_Copy(plan.step, slots, confidences, lambda: True))
 
+    def mark(self) -> Mark:
+        """Now, as far as the device's work is concerned. Waits for nothing."""
+        if self.req_states.device.type == "cuda":
+            return torch.cuda.current_stream(self.req_states.device).record_event(
+                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            )
+        return time.perf_counter()
+
+    def observe(self, rows: int, requests: int, start: Mark, forward: Mark, end: Mark) -> None:
+        """Note how long a step took, for the cost of those to come."""
+        self._timed.append(_Timed(rows, requests, start, forward, end))
+
     def _receive(self) -> None:
-        """Record the confidences that have come."""
+        """Record the confidences and times that have come."""
+        while self._timed and (isinstance(self._timed[0].end, float) or self._timed[0].end.query()):
+            step = self._timed.popleft()
+            if self.schedule.cost is not None:
+                self.schedule.cost.observe_forward(step.rows, _milliseconds(step.start, step.forward))
+                self.schedule.cost.observe_sampler(step.requests, _milliseconds(step.forward, step.end))
         while self._copies and self._copies[0].arrived():
             copy = self._copies.popleft()
             values = copy.confidences.numpy()
@@ -183,7 +221,7 @@ def provide_curve(runner: api.GPUModelRunner) -> None:
         cache = CurveCache(settings.curve_cache, settings.curve_cache_ttl_s)
     curve = None if cache is None else cache.load(key)
     if curve is None:
-        curve = measure(lambda size: _timed_step(runner, size), sizes)
+        curve = measure(lambda size: _timed_step(runner, size), sizes, padded=False)
         if cache is not None:
             cache.save(key, curve)
     budget.schedule.cost = CostModel(curve)

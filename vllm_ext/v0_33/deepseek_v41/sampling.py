@@ -11,16 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepinfer_plugins.features.sampling import (
-    Rows,
-    SamplingOps,
-    SamplingParams,
-    SamplingState,
-    choose_verify,
-    fresh_seed,
-)
+from deepinfer_plugins.features.sampling import Rows, SamplingOps, SamplingState
 from deepinfer_plugins.features.verification import verify
-from deepinfer_plugins.vllm_ext.v0_33 import api, seeds
+from deepinfer_plugins.vllm_ext.v0_33 import api, requests
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,37 +24,6 @@ _PROCESSED = ("processed_logprobs", "processed_logits")
 _LOGITS = ("raw_logits", "processed_logits")
 # vLLM applies its bias, penalties and bad words first; what follows them in its list is the user's.
 _BUILT_IN_PROCESSORS = 3
-
-
-def translate(params: VllmSamplingParams, setting: str, invariant: bool) -> SamplingParams:
-    """A request's parameters as ``features.sampling`` takes them.
-
-    Args:
-        params: After vLLM has filled in the tokenizer's and the generation config's part.
-        setting: ``DEEPINFER_PLUGINS_VERIFY``.
-        invariant: Whether the batch-invariant mode is on.
-    """
-    # A request that came past our front end (vLLM's warm-up) has none yet.
-    seed = fresh_seed() if params.seed is None else params.seed
-    seeded = params.seed is not None and not seeds.was_chosen(params)
-    greedy = params.temperature == 0
-    return SamplingParams(
-        seed=seed,
-        temperature=params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=params.logit_bias or {},
-        allowed_token_ids=params.allowed_token_ids or None,
-        bad_words=params.bad_words_token_ids or (),
-        min_tokens=params.min_tokens,
-        suppressed=sorted(params.all_stop_token_ids) if params.min_tokens else (),
-        # Without noise both ways are one; the first needs no record of the draft.
-        verify="coupling" if greedy else choose_verify(setting, seeded, invariant),
-    )
 
 
 class Sampler:
@@ -86,7 +48,6 @@ class Sampler:
         self._processors = base.logits_processors[_BUILT_IN_PROCESSORS:]
         self._processes = [False] * base.req_states.max_num_reqs
         self._setting = setting
-        self._invariant = bool(api.envs.VLLM_BATCH_INVARIANT)
         self._arriving: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
         states = base.req_states
         self.state = SamplingState(states.max_num_reqs, states.vocab_size, states.device, ops)
@@ -98,7 +59,10 @@ class Sampler:
     def add_request(self, slot: int, params: VllmSamplingParams) -> None:
         """Take a request into ``slot``, whoever was there before."""
         prompt, output = self._arriving.pop(slot, ((), ()))
-        self.state.add(slot, translate(params, self._setting, self._invariant), prompt, output)
+        asked = requests.translate(
+            params, self.req_states.vocab_size, self._setting, bool(api.envs.VLLM_BATCH_INVARIANT)
+        )
+        self.state.add(slot, asked, prompt, output)
         if self.req_states.num_speculative_steps:
             # vLLM verifies what it finds here even if nothing was drafted for this request: -1 is never accepted.
             self.req_states.draft_tokens[slot].fill_(-1)

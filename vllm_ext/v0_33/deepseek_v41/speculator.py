@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepinfer_plugins.core.settings import SettingError, Settings
+from deepinfer_plugins.core.settings import Settings
+from deepinfer_plugins.features.calibration import AcceptanceLog, per_position
 from deepinfer_plugins.model.step import Caches, Paged, Step
 from deepinfer_plugins.vllm_ext.v0_33 import api
 from deepinfer_plugins.vllm_ext.v0_33.deepseek_v41.budget import NO_CONFIDENCE
@@ -72,21 +73,35 @@ def at_requests(caches: Mapping[int, Paged], requests: torch.Tensor, last: int) 
     return made
 
 
-def temperatures(depth: int) -> tuple[float, ...]:
-    """``DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE``, one for each draft.
+class Outcomes:
+    """Confidences and what became of their drafts, for ``deepinfer-plugins calibrate``. Waits for the device.
 
-    Raises:
-        SettingError: If it has several, but fewer than there are drafts.
+    Args:
+        path: ``DEEPINFER_PLUGINS_ACCEPTANCE_LOG``.
+        vllm_config: Of the run, for whoever reads the file.
+        like: ``[max_requests, depth]``.
     """
-    asked = Settings.from_env().confidence_temperatures or (1.0,)
-    if len(asked) == 1:
-        return asked * depth
-    if len(asked) < depth:
-        raise SettingError(
-            f"DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE has {len(asked)} temperatures and there are {depth} drafts; "
-            "give one for all, or one for each"
+
+    def __init__(self, path: str, vllm_config: api.VllmConfig, like: torch.Tensor) -> None:
+        self._log = AcceptanceLog(path, model=vllm_config.model_config.model, engine=f"vllm {api.VERSION}")
+        # NaN: nothing was drafted. By slot.
+        self._logits = torch.full_like(like, torch.nan)
+
+    def keep(self, slots: torch.Tensor, logits: torch.Tensor) -> None:
+        """Note what was drafted with, logits ``[n, depth]`` at most as deep as the table."""
+        depth = self._logits.shape[1]
+        self._logits[slots] = torch.nn.functional.pad(
+            logits.float(), (0, depth - logits.shape[1]), value=torch.nan
         )
-    return asked[:depth]
+
+    def write(self, slots: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> None:
+        """Write what became of it, and forget it: the drafts of a step are verified in the next one or never."""
+        logits = self._logits[slots]
+        drafted = logits.isfinite().cumprod(dim=1).sum(dim=1)
+        verified = (num_sampled + num_rejected - 1).clamp(min=0).minimum(drafted)
+        accepted = (num_sampled - 1).clamp(min=0).minimum(verified)
+        self._log.write(logits.cpu(), verified.cpu(), accepted.cpu())
+        self._logits[slots] = torch.nan
 
 
 class Speculator(api.DraftModelSpeculator):
@@ -121,7 +136,10 @@ class Speculator(api.DraftModelSpeculator):
         self.draft_token_confidence_probs = torch.full(
             (req_states.max_num_reqs, self.depth), NO_CONFIDENCE, device=device
         )
-        self._temperatures = temperatures(self.depth)
+        settings = Settings.from_env()
+        self._temperatures = per_position(settings.confidence_temperatures or (1.0,), self.depth)
+        path = settings.acceptance_log
+        self._log = None if path is None else Outcomes(path, vllm_config, self.draft_token_confidence_probs)
 
     def load_model(self, target_model: DeepseekV41ForCausalLM) -> None:
         self.model = target_model
@@ -141,7 +159,8 @@ class Speculator(api.DraftModelSpeculator):
     def observe_verification(
         self, idx_mapping: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor
     ) -> None:
-        pass
+        if self._log is not None:
+            self._log.write(idx_mapping, num_sampled, num_rejected)
 
     def propose(
         self,
@@ -194,6 +213,8 @@ class Speculator(api.DraftModelSpeculator):
         self.draft_token_confidence_probs[requests] = torch.nn.functional.pad(
             confidences, (0, self.depth - depth)
         )
+        if self._log is not None:
+            self._log.keep(slots, drafted.confidence_logits)
         return drafts
 
     def _measure(self, num_requests: int) -> None:
