@@ -93,7 +93,7 @@ def _accept_or_resample(
     if tl.max(drafted, axis=0) < 0:
         tl.store(accepted + row, has_draft, mask=is_row)
         tl.store(tokens + row, drafted * 0 - 1, mask=is_row)
-        tl.store(overlap + row, drafted.to(tl.float64) * 0.0, mask=is_row)
+        tl.store(overlap + row, tl.zeros((ROWS,), tl.float64), mask=is_row)
     else:
         present = has_draft[:, None]
         hot = tl.load(temperature + row, mask=is_row, other=0.0)
