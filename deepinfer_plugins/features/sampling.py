@@ -27,6 +27,10 @@ Verify = Literal["coupling", "rejection"]
 
 # A temperature below it samples greedily, in both engines.
 GREEDY_BELOW = 1e-5
+# A coupled draft divides its temperature by this. A draft is flatter than its target, as it averages over what it does
+# not know, so what noise picks from its tail is seldom the target's token. Any value is lossless; what is kept with
+# which: benchmarks/draft_coupling.py.
+DRAFT_SHARPENING = 1.15
 # A padding row: greedy, without any feature.
 NO_SLOT = -1
 _SEEDS = 1 << 64
@@ -208,6 +212,8 @@ class SamplingState:
         vocab_size: Entries of a row of logits.
         device: Where logits are.
         ops: Operators to use; None: those that run everywhere.
+        draft_sharpening: What a coupled draft's temperature is divided by. It alters which drafts are kept, never a
+            token.
     """
 
     def __init__(
@@ -216,11 +222,13 @@ class SamplingState:
         vocab_size: int,
         device: torch.device | str,
         ops: SamplingOps | None = None,
+        draft_sharpening: float = DRAFT_SHARPENING,
     ) -> None:
         self.num_slots = num_slots
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.ops = ops or _default_ops()
+        self.draft_sharpening = draft_sharpening
         # One row more than there are slots: padding rows find neutral parameters there.
         self._floats = self._table(_NEUTRAL_FLOATS, torch.float64)
         self._ints = self._table(_NEUTRAL_INTS, torch.int64)
@@ -491,7 +499,27 @@ class SamplingState:
         """What the slots' last drafts were sampled from; None if no request is verified by rejection."""
         return self._record if self.uses("rejection") else None
 
-    def keep_draft(
+    def choose_draft(
+        self, processed: torch.Tensor, slots: torch.Tensor, position: torch.Tensor, index: int
+    ) -> torch.Tensor:
+        """Draft ``index`` of each slot, int64 ``[B]``, from processed logits; recorded where rejection needs it."""
+        seeds = self.seeds(slots)
+        stream = torch.full_like(seeds, noise.TARGET)
+        if not self.uses("noise"):
+            return self.ops.sample(processed, None, None, None, None, seeds, position, stream)
+        temperature, *filters = self.filters(slots)
+        sharpened = temperature / torch.full_like(temperature, self.draft_sharpening)
+        if not self.uses("rejection"):
+            return self.ops.sample(processed, sharpened, *filters, seeds, position, stream)
+        by_rejection = self.by_rejection(slots)
+        stream = torch.where(by_rejection, noise.DRAFT, stream)
+        temperature = torch.where(by_rejection, temperature, sharpened)
+        tokens = self.ops.sample(processed, temperature, *filters, seeds, position, stream)
+        log_probs = self.ops.filter_log_probs(processed, temperature, *filters)
+        self._keep_draft(slots, index, position, tokens, log_probs)
+        return tokens
+
+    def _keep_draft(
         self,
         slots: torch.Tensor,
         index: int,
@@ -521,8 +549,8 @@ class DraftSampler:
     """Samples a block's drafts one after another, each after those before it.
 
     A request that is verified by coupling gets the target's noise, so that draft and target agree as often as their
-    distributions allow. One that is verified by rejection gets noise of its own, and its distributions are kept in
-    the state.
+    distributions allow, and a sharper temperature. One that is verified by rejection gets noise of its own, and its
+    distributions are kept in the state.
     """
 
     def __init__(self, state: SamplingState, slots: torch.Tensor, first_position: torch.Tensor) -> None:
@@ -547,14 +575,7 @@ class DraftSampler:
         prefix = torch.stack(self._drafts, dim=1) if index else slots.new_empty(len(slots), 0)
         position = self._first_position + index
         processed = state.process(logits, Rows(slots, position, prefix))
-        if not state.uses("rejection"):
-            tokens = state.choose(processed, slots, position)
-        else:
-            stream = torch.where(state.by_rejection(slots), noise.DRAFT, noise.TARGET)
-            filters = state.filters(slots)
-            tokens = state.ops.sample(processed, *filters, state.seeds(slots), position, stream)
-            log_probs = state.ops.filter_log_probs(processed, *filters)
-            state.keep_draft(slots, index, position, tokens, log_probs)
+        tokens = state.choose_draft(processed, slots, position, index)
         self._drafts.append(tokens)
         return tokens
 

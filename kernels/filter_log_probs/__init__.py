@@ -7,21 +7,22 @@ from deepinfer_plugins.kernels.spec import Bitwise, Provider
 register(
     Provider(
         op="filter_log_probs",
+        name="torch",
+        path="deepinfer_plugins.kernels.filter_log_probs.torch:filter_log_probs",
+        archs=frozenset(Arch),
+        batch_invariant=True,
+        agrees=Bitwise(),
+    )
+)
+# Behind torch until a run on each of these chips is on record.
+register(
+    Provider(
+        op="filter_log_probs",
         name="triton",
         path="deepinfer_plugins.kernels.filter_log_probs.triton:filter_log_probs",
         archs=frozenset({Arch.SM90, Arch.SM100}),
         batch_invariant=True,
         agrees=Bitwise(),
         needs=("triton",),
-    )
-)
-register(
-    Provider(
-        op="filter_log_probs",
-        name="torch",
-        path="deepinfer_plugins.kernels.filter_log_probs.torch:filter_log_probs",
-        archs=frozenset(Arch),
-        batch_invariant=True,
-        agrees=Bitwise(),
     )
 )

@@ -7,21 +7,22 @@ from deepinfer_plugins.kernels.spec import Bitwise, Provider
 register(
     Provider(
         op="sample",
+        name="torch",
+        path="deepinfer_plugins.kernels.sample.torch:sample",
+        archs=frozenset(Arch),
+        batch_invariant=True,
+        agrees=Bitwise(),
+    )
+)
+# Behind torch until a run on each of these chips is on record.
+register(
+    Provider(
+        op="sample",
         name="triton",
         path="deepinfer_plugins.kernels.sample.triton:sample",
         archs=frozenset({Arch.SM90, Arch.SM100}),
         batch_invariant=True,
         agrees=Bitwise(),
         needs=("triton",),
-    )
-)
-register(
-    Provider(
-        op="sample",
-        name="torch",
-        path="deepinfer_plugins.kernels.sample.torch:sample",
-        archs=frozenset(Arch),
-        batch_invariant=True,
-        agrees=Bitwise(),
     )
 )

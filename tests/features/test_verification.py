@@ -99,9 +99,14 @@ def test_a_perfect_draft_is_kept_whole(without_drafts: list[list[int]]) -> None:
     made = requests()
     for request in made:
         request.grammar = False
-    counts = generate(Model(error=0.0), made, depth=3)
+    counts = generate(Model(error=0.0), made, depth=3, sharpening=1.0)
     # All but what runs past the end of a request is verified.
     assert counts.accepted == counts.drafted > 60
+
+
+@pytest.mark.parametrize("sharpening", [0.5, 3.0])
+def test_no_sharpening_changes_a_token(sharpening: float, without_drafts: list[list[int]]) -> None:
+    assert outputs(3, sharpening=sharpening) == without_drafts
 
 
 def test_a_good_draft_is_mostly_kept() -> None:
@@ -124,10 +129,10 @@ def test_a_draft_at_another_position_is_seldom_kept(
 ) -> None:
     """A mutant of the counter: harmless to the tokens, and seen in what is kept."""
     hot = [Request(SamplingParams(seed, temperature=2.0), [1, 2], 20) for seed in range(6)]
-    right = generate(Model(error=0.0), hot, depth=3)
+    right = generate(Model(error=0.0), hot, depth=3, sharpening=1.0)
     monkeypatch.setattr(sampling.DraftSampler, "__call__", shifted_position)
     assert outputs(3) == without_drafts
-    wrong = generate(Model(error=0.0), [Request(r.params, [1, 2], 20) for r in hot], depth=3)
+    wrong = generate(Model(error=0.0), [Request(r.params, [1, 2], 20) for r in hot], depth=3, sharpening=1.0)
     assert right.accepted == right.drafted and wrong.accepted < 0.3 * wrong.drafted
 
 

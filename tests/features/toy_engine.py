@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepinfer_plugins.features.sampling import Rows, SamplingParams, SamplingState
+from deepinfer_plugins.features.sampling import DRAFT_SHARPENING, Rows, SamplingParams, SamplingState
 from deepinfer_plugins.features.verification import verify
 
 VOCAB = 37
@@ -74,6 +74,7 @@ def generate(
     chaos: random.Random | None = None,
     replace_draft: Callable[[int, list[int]], list[int]] = lambda index, drafts: drafts,
     batch: int = 4,
+    sharpening: float = DRAFT_SHARPENING,
 ) -> Counts:
     """Run all requests to their lengths, ``batch`` slots at a time.
 
@@ -84,8 +85,9 @@ def generate(
         chaos: Trims drafts, skips and preempts requests, and reuses slots in any order; None: none of it.
         replace_draft: From a request's index and its drafts to the drafts that are verified.
         batch: Number of slots.
+        sharpening: Of drafts.
     """
-    state = SamplingState(batch, VOCAB, "cpu")
+    state = SamplingState(batch, VOCAB, "cpu", draft_sharpening=sharpening)
     waiting = list(range(len(requests)))
     running: dict[int, int] = {}
     drafts: dict[int, list[int]] = {}

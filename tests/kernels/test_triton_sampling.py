@@ -10,7 +10,7 @@ import torch
 
 from deepinfer_plugins.core.target import Arch, Want
 from deepinfer_plugins.core.testing import assert_same_bits
-from deepinfer_plugins.kernels.registry import choose, providers
+from deepinfer_plugins.kernels.registry import NoProvider, choose, providers
 from deepinfer_plugins.kernels.spec import Provider
 
 from .conformance import Case, Draw, check_agreement
@@ -31,9 +31,11 @@ def triton_provider(op: str) -> Provider:
 
 
 @pytest.mark.parametrize("op", OPERATORS)
-def test_is_preferred_on_the_chips_it_is_built_for(op: str) -> None:
+def test_is_chosen_by_name_on_the_chips_it_is_built_for(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"DEEPINFER_PLUGINS_{op.upper()}", "triton")
     assert choose(op, Want(Arch.SM90)).provider == triton_provider(op)
-    assert choose(op, Want(Arch.CPU)).provider.name == "torch"
+    with pytest.raises(NoProvider, match="built for sm100, sm90, not cpu"):
+        choose(op, Want(Arch.CPU))
 
 
 @interpreted
