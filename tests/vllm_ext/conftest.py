@@ -21,6 +21,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch  # noqa: E402
 
+from deepinfer_plugins.core import shipped  # noqa: E402
 from deepinfer_plugins.model.checkpoint import Checkpoint  # noqa: E402
 from deepinfer_plugins.model.make_checkpoint import make_checkpoint  # noqa: E402
 from deepinfer_plugins.model.oracle import Oracle, compressed_vocab  # noqa: E402
@@ -40,6 +41,10 @@ class Reference:
     @classmethod
     def of(cls, folder: Path, shape: str) -> Reference:
         make_checkpoint(folder, shape)
+        return cls.at(folder)
+
+    @classmethod
+    def at(cls, folder: Path) -> Reference:
         opened = Checkpoint.open(folder)
         tensors = {name: opened.read(name) for name in opened.names}
         return cls(folder, Oracle(opened.config, tensors, compressed_vocab(folder / "tokenizer.json")))
@@ -130,6 +135,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """The fewest layers that have every kind of cache and both levels of selection."""
     return Reference.of(tmp_path_factory.mktemp("checkpoint") / "tiny", "tiny")
+
+
+@pytest.fixture(scope="session")
+def trained() -> Reference:
+    """The checkpoint that comes with the package."""
+    return Reference.at(shipped.default_checkpoint())
 
 
 @pytest.fixture(scope="session")

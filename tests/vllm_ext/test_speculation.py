@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from deepinfer_plugins.core import shipped
+
 # Two or three tokens to choose from: even the draft of a model that was never trained then hits often.
 FEW = {"allowed_token_ids": [40, 41, 42]}
 FILTERS = {"temperature": 0.7, "top_p": 0.95, "top_k": 40}
@@ -310,3 +312,18 @@ def test_a_prefix_hit_survives_the_loss_of_the_draft_s_keys(
             assert outputs[0].num_cached_tokens == 80
             assert generate(engine, [(first, few)]) == [answer]
             assert sum(accepted(engine)) > before
+
+
+def test_the_trained_checkpoint_s_drafts_are_accepted(start: Any, trained: Any) -> None:
+    """Text that the model knows; greedy tokens are the oracle's, and so are the drafts most of the time."""
+    documents = [
+        each for each in shipped.read_documents(shipped.corpus()) if not shipped.is_held_out(each.name)
+    ]
+    texts = [document.text[:300] for document in documents[:: len(documents) // 4]][:4]
+    with start(trained, max_num_seqs=8, **drafting(5)) as engine:
+        tokenizer = engine.llm.get_tokenizer()
+        engine.check([tokenizer.encode(text) for text in texts], "trained", new_tokens=24)
+        drafts, kept = (
+            engine.counter(f"vllm:spec_decode_num_{what}") for what in ("drafts", "accepted_tokens")
+        )
+        assert 1 + kept / drafts > 2.2
