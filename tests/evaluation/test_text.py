@@ -1,0 +1,72 @@
+"""What is scored and what is continued, and the files it comes from."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer
+
+from deepinfer_plugins.core.shipped import Document, corpus, is_held_out, read_documents
+from deepinfer_plugins.evaluation.text import LENGTH, PROMPT_LENGTHS, choose
+from deepinfer_plugins.model.tokenizer_data import build_tokenizer
+
+END = 1
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return build_tokenizer(400, 399, 398)
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[Document]:
+    """400, each of a word of its own, of 6 tokens to more than 1000."""
+    return [Document(f"file{i}.py", f"<{i}> " * (1 + i * i % 211)) for i in range(400)]
+
+
+def test_nothing_is_trained_on_or_asked_for_twice(tokenizer: Tokenizer, documents: list[Document]) -> None:
+    text = choose(tokenizer, documents, END, 2500, 5)
+    assert sum(len(piece.tokens) - 1 for piece in text.scored) == 2500 and len(text.prompts) == 5
+    held_out = {document.text for document in documents if is_held_out(document.name)}
+    used = []
+    for piece in [*text.scored, *text.prompts]:
+        assert piece.tokens[0] == 0 and len(piece.tokens) <= LENGTH
+        start = tokenizer.decode(piece.tokens[1:])
+        (source,) = {each.split()[0] for each in held_out if each.split()[0] == start.split()[0]}
+        used.append(source)
+    assert len(used) == len(set(used))
+    for piece in text.prompts:
+        assert PROMPT_LENGTHS.start <= len(piece.tokens) < PROMPT_LENGTHS.stop
+    assert text == choose(tokenizer, documents, END, 2500, 5) != choose(tokenizer, documents, END, 2500, 5, 1)
+
+
+def test_short_documents_are_scored_to_their_end(tokenizer: Tokenizer) -> None:
+    name = next(f"{i}.py" for i in range(999) if is_held_out(f"{i}.py"))
+    text = choose(tokenizer, [Document(name, "one, two")], END, 3, 0)
+    full = tokenizer.encode("one, two").ids
+    assert text.scored[0].tokens == [*full, END][:4] and not text.prompts
+
+
+def test_more_than_there_is(tokenizer: Tokenizer) -> None:
+    name = next(f"{i}.py" for i in range(999) if is_held_out(f"{i}.py"))
+    with pytest.raises(ValueError, match="5000 tokens to score.*1 documents"):
+        choose(tokenizer, [Document(name, "word " * 60)], END, 5000, 0)
+    with pytest.raises(ValueError, match="3 prompts to continue"):
+        choose(tokenizer, [Document(name, "word " * 60)], END, 10, 3)
+
+
+def test_kinds() -> None:
+    assert Document("json_document/1/3813", "").kind == "json_document"
+    assert Document("test/support/os_helper.py", "").kind == "library"
+    assert Document("json/decoder.py:doc", "").kind == "library"
+
+
+def test_corpus() -> None:
+    """One document in twenty is held out, and with it everything that was taken from the same file."""
+    documents = read_documents(corpus())
+    names = [document.name for document in documents]
+    assert len(names) == len(set(names)) > 5000
+    held_out = [name for name in names if is_held_out(name)]
+    assert 0.03 < len(held_out) / len(names) < 0.1
+    files = {name.split(":")[0] for name in held_out}
+    assert not [name for name in names if name.split(":")[0] in files and not is_held_out(name)]
+    assert len({document.kind for document in documents}) == 4
