@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from deepinfer_plugins.evaluation.identity import Answer, Request
 
@@ -34,12 +34,9 @@ class Answerer(Protocol):
     def close(self) -> None: ...
 
 
-def main(plan_file: Path, answers_file: Path) -> None:
-    """Start the engine as the plan says, answer, and write what came."""
+def main(plan_file: Path, answers_file: Path, progress: TextIO) -> None:
+    """Start the engine as the plan says, answer, and write what came; numbers go to ``progress``."""
     plan: dict[str, Any] = json.loads(plan_file.read_text(encoding="utf-8"))
-    # What the engine prints must not be taken for progress.
-    progress = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
-    os.dup2(2, 1)
     module, _, name = _ANSWERERS[plan["engine"]].partition(":")
     start: type[Answerer] = getattr(importlib.import_module(module), name)
     engine = start(plan["model"], plan["drafts"], plan["max_positions"], plan["at_once"])
@@ -62,4 +59,7 @@ def main(plan_file: Path, answers_file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    # What the engine prints must not be taken for progress.
+    _said = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    os.dup2(2, 1)
+    main(Path(sys.argv[1]), Path(sys.argv[2]), _said)
