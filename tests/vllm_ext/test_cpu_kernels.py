@@ -225,3 +225,25 @@ def test_gumbel_sample(kernel: Any, temperature: float) -> None:
         BLOCK_SIZE=1024, IS_DRAFTING=False, APPLY_TEMPERATURE=True, USE_FP64=False, PER_TOKEN_COL=False
     )
     same(both, (NUM_REQUESTS, 2), *arguments, **constants)
+
+
+def test_expand_idx_mapping(kernel: Any) -> None:
+    both = kernel("input_batch._expand_idx_mapping_kernel")
+    rows = torch.tensor([3, 0, 2, 5])
+    ends = torch.tensor([0, 1, 4, 9, 10], dtype=torch.int32)
+    expanded, local = torch.full((12,), -7), torch.full((12,), -7, dtype=torch.int32)
+    same(both, (4,), rows, expanded, local, ends, BLOCK_SIZE=8)
+
+
+@pytest.mark.parametrize("vocab_size", [1500, 1024])
+def test_apply_grammar_bitmask(kernel: Any, draw: Any, vocab_size: int) -> None:
+    """Rows that a schedule trimmed are behind a request's last, and left alone."""
+    both = kernel("structured_outputs._apply_grammar_bitmask_kernel")
+    words = -(-vocab_size // 32)
+    logits = draw(7, vocab_size, dtype=torch.float32)
+    bitmask = draw(6, words, low=-(2**31), high=2**31 - 1)
+    places = torch.tensor([0, 1, 2, 6, 7, 8], dtype=torch.int32)  # requests 0 and 2, three rows each at most
+    ends = torch.tensor([0, 2, 3, 6, 7], dtype=torch.int32)
+    grid = (6, -(-vocab_size // 1024))
+    arguments = (logits, logits.stride(0), places, ends, bitmask, bitmask.stride(0), vocab_size)
+    same(both, grid, *arguments, MASK_STRIDE=3, BLOCK_SIZE=1024)

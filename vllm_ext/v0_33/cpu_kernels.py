@@ -38,6 +38,8 @@ def install() -> None:
             f"{worker}.input_batch._combine_sampled_and_draft_tokens_kernel": combine_sampled_and_draft_tokens,
             f"{worker}.input_batch._get_num_sampled_and_rejected_kernel": get_num_sampled_and_rejected,
             f"{worker}.input_batch._post_update_kernel": post_update,
+            f"{worker}.input_batch._expand_idx_mapping_kernel": expand_idx_mapping,
+            f"{worker}.structured_outputs._apply_grammar_bitmask_kernel": apply_grammar_bitmask,
             f"{worker}.sample.gumbel._gumbel_sample_kernel": _greedy_or(gumbel._gumbel_sample_kernel),
         }
     )
@@ -237,6 +239,41 @@ def combine_sampled_and_draft_tokens(
             ids[begin] = int(last_sampled[request, 0])
         if (num_drafts := num_logits - NUM_NEW_SAMPLED_TOKENS) > 0:
             ids[query_end - num_drafts : query_end] = draft_tokens[request, :num_drafts].numpy()
+
+
+def expand_idx_mapping(
+    batch_to_request: torch.Tensor,
+    expanded: torch.Tensor,
+    local: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    BLOCK_SIZE: int,
+) -> None:
+    """For each row of logits its request, and its place among that request's rows."""
+    ends = cu_num_logits.numpy()[: len(batch_to_request) + 1]
+    counts, total = np.diff(ends), int(ends[-1])
+    expanded.numpy()[:total] = np.repeat(batch_to_request.numpy(), counts)
+    local.numpy()[:total] = np.arange(total) - np.repeat(ends[:-1], counts)
+
+
+def apply_grammar_bitmask(
+    logits: torch.Tensor,
+    logits_stride: int,
+    places: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    bitmask: torch.Tensor,
+    bitmask_stride: int,
+    vocab_size: int,
+    MASK_STRIDE: int,
+    BLOCK_SIZE: int,
+) -> None:
+    """-inf for every token that a grammar does not allow, in the rows that requests have."""
+    ends = cu_num_logits.numpy()
+    for index, place in enumerate(places.numpy()[: len(bitmask)]):
+        request, position = divmod(int(place), MASK_STRIDE)
+        row = int(ends[request]) + position
+        if row < ends[request + 1]:
+            allowed = np.unpackbits(bitmask[index].numpy().view(np.uint8), bitorder="little")[:vocab_size]
+            logits[row, :vocab_size].masked_fill_(torch.from_numpy(allowed == 0), -torch.inf)
 
 
 def get_num_sampled_and_rejected(
