@@ -30,6 +30,35 @@ from deepinfer_plugins.model.config import ModelConfig  # noqa: E402
 from deepinfer_plugins.model.make_checkpoint import make_checkpoint  # noqa: E402
 from deepinfer_plugins.model.oracle import Oracle, compressed_vocab  # noqa: E402
 
+# SGLang's parameters, and what they are in no engine's words. A bias that leaves a few tokens to choose from makes
+# them repeat, and drafts be accepted. They are the letters a to d.
+FEW = {82: 12.0, 83: 11.0, 84: 12.5, 85: 11.5}
+CASES: tuple[tuple[dict[str, Any], SamplingParams], ...] = (
+    ({"temperature": 0}, SamplingParams(seed=0, temperature=0)),
+    ({"sampling_seed": 7}, SamplingParams(seed=7)),
+    ({"sampling_seed": -1, "temperature": 0.7}, SamplingParams(seed=2**64 - 1, temperature=0.7)),
+    (
+        {"sampling_seed": 11, "temperature": 0.7, "top_p": 0.95, "top_k": 40, "min_p": 0.05},
+        SamplingParams(seed=11, temperature=0.7, top_p=0.95, top_k=40, min_p=0.05),
+    ),
+    (
+        {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.7, "logit_bias": FEW},
+        SamplingParams(seed=0, temperature=0, repetition_penalty=1.3, frequency_penalty=0.7, logit_bias=FEW),
+    ),
+    (
+        {"sampling_seed": 2**40, "presence_penalty": 0.5, "frequency_penalty": 0.2, "logit_bias": FEW},
+        SamplingParams(seed=2**40, presence_penalty=0.5, frequency_penalty=0.2, logit_bias=FEW),
+    ),
+    ({"temperature": 0, "logit_bias": FEW}, SamplingParams(seed=0, temperature=0, logit_bias=FEW)),
+    ({"sampling_seed": 5, "logit_bias": FEW}, SamplingParams(seed=5, logit_bias=FEW)),
+    # The end of sequence would be the most probable token; it is barred from three of four positions.
+    (
+        {"sampling_seed": 6, "logit_bias": {1: 20.0}, "min_new_tokens": 9},
+        SamplingParams(seed=6, logit_bias={1: 20.0}, min_tokens=9, suppressed=(1,)),
+    ),
+)
+COUNT = 12
+
 # Half a minute on an idle machine.
 START_TIMEOUT_S = 600
 
@@ -91,6 +120,19 @@ class Server:
                 "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": ignore_eos},
                 **more,
             },
+        )
+
+    def ask(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[Mapping[str, Any]],
+        count: int = COUNT,
+        **more: Any,
+    ) -> list[dict[str, Any]]:
+        """Generation with parameters for each prompt, all at once; ``count`` tokens where they do not say."""
+        given = [{"max_new_tokens": count, "ignore_eos": True, **some} for some in params]
+        return self.post(
+            "/generate", {"input_ids": [list(prompt) for prompt in prompts], "sampling_params": given, **more}
         )
 
     def tokens(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
@@ -242,6 +284,21 @@ class Sampled:
 @pytest.fixture(scope="session")
 def sampled(checkpoint: Path) -> Sampled:
     return Sampled(ReferenceEngine(checkpoint, max_requests=16))
+
+
+Cases = tuple[tuple[dict[str, Any], SamplingParams], ...]
+
+
+@pytest.fixture(scope="session")
+def cases() -> Cases:
+    """Ways of sampling: as SGLang's parameters, and in no engine's words."""
+    return CASES
+
+
+@pytest.fixture(scope="session")
+def few() -> dict[int, float]:
+    """A bias that leaves few tokens to choose from."""
+    return FEW
 
 
 @pytest.fixture(scope="session")
