@@ -12,6 +12,7 @@ from sglang.srt.speculative.dspark_components.dspark_sps import SpsCostTable, lo
 from sglang.srt.speculative.dspark_components.dspark_sts import load_sts_calibration_from_path
 
 from deepinfer_plugins.core.settings import SettingError, Settings, prefer
+from deepinfer_plugins.features.calibration import per_position
 from deepinfer_plugins.features.cost_curve import CostCurve, CostModel, CurveCache, measure
 from deepinfer_plugins.features.schedule import Plan, VerificationSchedule, split_on_device
 
@@ -39,10 +40,10 @@ class Clock:
 
 
 def temperatures(settings: Settings, depth: int) -> tuple[float, ...]:
-    """By which confidences' logits are divided: one for all drafts, or one for each.
+    """By which the logits of confidences are divided, one for each draft.
 
     Raises:
-        SettingError: If SGLang's file and DeepInfer's variable differ, or have too few.
+        ValueError: If SGLang's file and DeepInfer's variable differ, or have neither one nor ``depth``.
     """
     path = get_spec().speculative_dspark_confidence_sts_path
     found = prefer(
@@ -54,11 +55,7 @@ def temperatures(settings: Settings, depth: int) -> tuple[float, ...]:
         ),
         ("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", settings.confidence_temperatures),
     )
-    if 1 < len(found) < depth:
-        raise SettingError(
-            f"temperatures of confidences: {len(found)} for {depth} drafts; give one, or one per draft"
-        )
-    return found[:depth]
+    return per_position(found, depth)
 
 
 def sizes(most: int) -> list[int]:

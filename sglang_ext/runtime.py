@@ -119,6 +119,9 @@ def _checked_prompt(vocab_size: int) -> Callable[[Any], Any]:
                 # Even a refused request runs for a token, and would run on these.
                 req.input_embeds = req.positional_embed_overrides = None
                 return "Embeddings in place of tokens are not supported: n-grams need the tokens; send token ids."
+            if req.return_sampling_mask or (req.sampling_params.beam_width or 1) > 1:
+                req.return_sampling_mask = False
+                return "Beams and sampling masks are not supported: another sampler chooses the tokens of this model."
             ids = req.origin_input_ids
             if not len(ids):
                 return "The prompt is empty; give at least one token."

@@ -15,17 +15,18 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.runtime_context import get_observability, get_schedule, get_spec
+from sglang.srt.runtime_context import get_model, get_observability, get_schedule, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
 from deepinfer_plugins.core.settings import Settings
+from deepinfer_plugins.features.calibration import AcceptanceLog
 from deepinfer_plugins.features.sampling import Rows
 from deepinfer_plugins.features.schedule import Plan
 from deepinfer_plugins.features.verification import verify
 from deepinfer_plugins.model.step import NO_TOKEN
-from deepinfer_plugins.sglang_ext import speculation
+from deepinfer_plugins.sglang_ext import speculation, versions
 from deepinfer_plugins.sglang_ext.budget import Budget, Clock, cost_curve
 from deepinfer_plugins.sglang_ext.metrics import PHASES, Metrics
 
@@ -80,8 +81,8 @@ class Outcome(NamedTuple):
         slots: int64 ``[requests]``, on the host.
         plan: The schedule's; None if it verified everything.
         marks: Four of the clock's, around the phases.
-        numbers: fp32 ``[requests, 2 + depth]``, on the host once the last mark is passed: drafts verified, drafts
-            accepted, confidences.
+        numbers: fp32 ``[requests, 2 + 2 * depth]``, on the host once the last mark is passed: drafts verified, drafts
+            accepted, confidences, and the logits of those.
         num_rows: Of the verification.
     """
 
@@ -113,6 +114,9 @@ class DraftingWorker(BaseSpecWorker):
         self._is_scheduled = speculation.is_scheduled(self._settings)
         self._budget: Budget | None = None
         self._metrics = Metrics() if get_observability().enable_metrics else None
+        path = self._settings.acceptance_log
+        facts = {"model": get_model().model_path, "engine": f"sglang {versions.installed()}"}
+        self._log = None if path is None else AcceptanceLog(path, **facts)
         self._clock = Clock(torch.device(self._runner.device))
         self._outcomes: deque[Outcome] = deque()
 
@@ -209,7 +213,8 @@ class DraftingWorker(BaseSpecWorker):
         step = backend.step(slots, requests, last, positions, positions)
         drafted = self._network.draft(step, caches, self.depth, state.draft_sampler(slots, positions + 1))
         has_drafted = self._clock.mark()
-        confidences, lengths, num_drafts = None, None, num_requests * self.depth
+        confidences, lengths = torch.zeros_like(drafted.confidence_logits), None
+        num_drafts = num_requests * self.depth
         if self._budget is not None and plan is not None:
             confidences, num_drafts = drafted.confidences(self._budget.temperatures), plan.budget
             lengths = self._budget.lengths(confidences, plan)
@@ -236,7 +241,8 @@ class DraftingWorker(BaseSpecWorker):
         if batch.return_logprob:
             self._report_logprobs(output, verified, batch)
         marks = (started, has_drafted, has_run, self._clock.mark())
-        self._await(batch.req_pool_indices_cpu, plan, marks, window, accepted, confidences)
+        judged = torch.cat([confidences, drafted.confidence_logits], dim=1)
+        self._await(batch.req_pool_indices_cpu, plan, marks, window, accepted, judged)
         bonus = verified.tokens.gather(1, accepted[:, None])[:, 0]
         return GenerationBatchResult(
             logits_output=output,
@@ -256,14 +262,12 @@ class DraftingWorker(BaseSpecWorker):
         marks: tuple[Any, ...],
         window: Window,
         accepted: torch.Tensor,
-        confidences: torch.Tensor | None,
+        judged: torch.Tensor,
     ) -> None:
         """Start to copy to the host what :meth:`_collect` will want of this step."""
-        if self._metrics is None and plan is None:
+        if self._metrics is None and self._log is None and plan is None:
             return
-        if confidences is None:
-            confidences = torch.empty(len(accepted), 0, device=accepted.device)
-        numbers = torch.cat([(window.offsets.diff() - 1)[:, None], accepted[:, None], confidences], dim=1)
+        numbers = torch.cat([(window.offsets.diff() - 1)[:, None], accepted[:, None], judged], dim=1)
         numbers = numbers.to("cpu", non_blocking=True)
         num_rows = window.request.shape[0]
         self._outcomes.append(Outcome(slots, plan, (*marks, self._clock.mark()), numbers, num_rows))
@@ -274,11 +278,13 @@ class DraftingWorker(BaseSpecWorker):
             slots, plan, marks, numbers, num_rows = self._outcomes.popleft()
             times = (self._clock.milliseconds(a, b) for a, b in zip(marks[:3], marks[1:4], strict=True))
             phases = dict(zip(PHASES, times, strict=True))
+            (verified, accepted), confidences = numbers[:, :2].long().T, numbers[:, 2 : 2 + self.depth]
             if self._metrics is not None:
-                verified, accepted = numbers[:, :2].long().T.tolist()
-                self._metrics.observe(self.depth, verified, accepted, phases)
+                self._metrics.observe(self.depth, verified.tolist(), accepted.tolist(), phases)
+            if self._log is not None:
+                self._log.write(numbers[:, 2 + self.depth :], verified, accepted)
             if self._budget is not None and plan is not None:
-                self._budget.record(slots, numbers[:, 2:], plan)
+                self._budget.record(slots, confidences, plan)
                 if self._budget.cost is not None:
                     self._budget.cost.observe_forward(num_rows, phases["forward"])
                     self._budget.cost.observe_sampler(len(slots), phases["draft"] + phases["sample"])

@@ -34,7 +34,22 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "full_to_swa_index_mapping",
     ),
     "sglang.srt.mem_cache.base_swa_memory_pool:BaseSWAKVPool.translate_loc_from_full_to_swa": ("kv_indices",),
+    "sglang.srt.layers.logprob_processor:compute_spec_logprobs": ("batch", "predict", "chain_stride"),
+    "sglang.srt.managers.utils:GenerationBatchResult": (),
+    "sglang.srt.mem_cache.allocation:get_last_loc_torch": (),
     "sglang.srt.model_executor.forward_context:get_attn_backend": (),
+    "sglang.srt.speculative.base_spec_worker:BaseSpecWorker.on_verify_complete_cpu": (
+        "num_correct_drafts_per_req",
+        "batch_size",
+    ),
+    "sglang.srt.speculative.draft_worker_common:make_draft_input_v2": ("bonus_tokens", "new_seq_lens"),
+    "sglang.srt.speculative.spec_utils:GrammarTree.from_linear_chain": ("verify_ids_2d",),
+    "sglang.srt.speculative.spec_utils:build_grammar_vocab_mask": (
+        "reqs",
+        "tree",
+        "sampling_info",
+        "barrier",
+    ),
     "sglang.srt.model_executor.pool_configurator:MemoryPoolConfigurator.calculate_pool_sizes": (
         "available_bytes",
         "page_size",

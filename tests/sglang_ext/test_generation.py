@@ -146,7 +146,13 @@ def test_embeddings_in_place_of_tokens_fail_alone() -> None:
 
     checked = runtime._checked_prompt(1024)(lambda *_: None)
     for given in ("input_embeds", "positional_embed_overrides"):
-        request = SimpleNamespace(origin_input_ids=[1], input_embeds=None, positional_embed_overrides=None)
+        request = SimpleNamespace(
+            origin_input_ids=[1],
+            input_embeds=None,
+            positional_embed_overrides=None,
+            return_sampling_mask=False,
+            sampling_params=SimpleNamespace(beam_width=None),
+        )
         assert checked(request, 10, False) is None
         setattr(request, given, [[0.5]])
         assert "send token ids" in checked(request, 10, False) and getattr(request, given) is None
