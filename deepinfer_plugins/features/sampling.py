@@ -486,7 +486,7 @@ class SamplingState:
         return logits - presence * in_output
 
     def draft_sampler(self, slots: torch.Tensor, first_position: torch.Tensor) -> DraftSampler:
-        """What samples the drafts of a block; the ``sample`` argument of the model's ``draft``.
+        """What samples the drafts of a block; the ``sample`` argument of the model's ``draft``. After ``commit``.
 
         Args:
             slots: ``[B]``, int64.
