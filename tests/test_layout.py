@@ -205,7 +205,9 @@ def test_wheel_built_from_the_sdist_holds_every_room(tmp_path: Path) -> None:
     with zipfile.ZipFile(file) as wheel:
         names = set(wheel.namelist())
     data = {str(path.relative_to(ROOT)) for path in (PACKAGE / "data").rglob("*") if path.is_file()}
-    assert {f"deepinfer_plugins/data/{name}" for name in ("corpus.jsonl.xz", "checkpoint/config.json")} <= data
+    assert {
+        f"deepinfer_plugins/data/{name}" for name in ("corpus.jsonl.xz", "checkpoint/config.json")
+    } <= data
     assert data <= names, f"not packed: {sorted(data - names)}"
     packed = {name for name in names if name.endswith(".py")}
     expected = {str(path.relative_to(ROOT)) for path in MODULES.values()}

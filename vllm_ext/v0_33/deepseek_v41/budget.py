@@ -162,7 +162,7 @@ class Budget(api.AdaptiveVerificationManager):
         """Now, as far as the device's work is concerned. Waits for nothing."""
         if self.req_states.device.type == "cuda":
             return torch.cuda.current_stream(self.req_states.device).record_event(
-                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                torch.cuda.Event(enable_timing=True)
             )
         return time.perf_counter()
 
