@@ -94,7 +94,7 @@ def test_provider_that_does_not_exist_is_a_problem(bare: dict[str, str], tmp_pat
     [
         ("DEEPINFER_PLUGINS_STRCT", "1", "did you mean DEEPINFER_PLUGINS_STRICT"),
         ("DEEPINFER_BATCH_INVARIANT", "maybe", "DEEPINFER_BATCH_INVARIANT='maybe'"),
-        ("DEEPINFER_ENABLE_MTP_VARLEN", "1", "not supported by this version"),
+        ("DEEPINFER_GC_INTERVAL_STEP", "7", "not supported by this version"),
         ("DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "compact", "changes results"),
         ("DEEPINFER_ACCELERATOR", "ascend", "no such chip"),
     ],
