@@ -75,7 +75,7 @@ def main(request: Request, as_json: bool) -> int:
     errors = Console(stderr=True)
     started = time.monotonic()
     try:
-        folder = _folder(request.model)
+        folder = checkpoint_folder(request.model)
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -106,8 +106,8 @@ def main(request: Request, as_json: bool) -> int:
     return 0 if answer["ok"] else 1
 
 
-def _folder(model: str | None) -> Path:
-    """The checkpoint's folder."""
+def checkpoint_folder(model: str | None) -> Path:
+    """What a command runs: the model named, that of ``DEEPINFER_HF_MODEL_DIR``, or the one shipped."""
     from deepinfer_plugins.core.settings import Settings
     from deepinfer_plugins.model.checkpoint import resolve_model_folder
 

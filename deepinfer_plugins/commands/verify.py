@@ -24,8 +24,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from deepinfer_plugins.commands.evaluate import checkpoint_folder
 from deepinfer_plugins.core import shipped
-from deepinfer_plugins.core.settings import VERIFY, VERIFY_BUDGET, Settings
+from deepinfer_plugins.core.settings import VERIFY, VERIFY_BUDGET
 from deepinfer_plugins.evaluation.identity import Answer, Check, Request, compare, make_requests
 
 # What decides how drafts are made and verified is the command's own here.
@@ -77,11 +78,12 @@ def main(options: Options, as_json: bool) -> int:
     errors = Console(stderr=True)
     started = time.monotonic()
     try:
-        requests = _requests(options)
+        folder = checkpoint_folder(options.model)
+        requests = _requests(options, folder)
         other = None if options.other_engine is None else _other(options.other_engine, requests)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=errors) as progress:
-            checks, reference, version = _run(options, requests, progress)
+            checks, reference, version = _run(options, folder, requests, progress)
     except (ValueError, OSError, ImportError, EngineFailed) as error:
         errors.print(f"verify: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
@@ -101,21 +103,18 @@ def main(options: Options, as_json: bool) -> int:
     if as_json:
         print(json.dumps(answer, indent=1))
     else:
-        show(options, checks, version, Console())
+        show(options, folder, checks, version, Console())
     return 0 if ok else 1
 
 
-def _folder(options: Options) -> str:
-    model = options.model or Settings.from_env().hf_model_dir
-    return str(shipped.default_checkpoint()) if model is None else model
-
-
-def _requests(options: Options) -> list[Request]:
+def _requests(options: Options, folder: Path) -> list[Request]:
     from tokenizers import Tokenizer
 
-    folder = Path(_folder(options))
-    file = folder / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else Tokenizer.from_pretrained(str(folder))
+    from deepinfer_plugins.model.checkpoint import Checkpoint
+
+    # Its errors say what is wrong with a folder, before an engine is started on it.
+    Checkpoint.open(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     held_out = [
         document
         for document in shipped.read_documents(shipped.corpus())
@@ -138,7 +137,7 @@ def _other(file: Path, requests: list[Request]) -> list[Answer]:
 
 
 def _run(
-    options: Options, requests: list[Request], progress: Progress
+    options: Options, folder: Path, requests: list[Request], progress: Progress
 ) -> tuple[list[Check], list[Answer], str]:
     """Start the engine in each way and compare what it answers with what a request gets alone."""
     count = len(requests)
@@ -160,7 +159,7 @@ def _run(
     reference: list[Answer] = []
     version = ""
     for name, depth, environment, runs in ways:
-        found, version = _answers(options, requests, depth, environment, runs, name, progress)
+        found, version = _answers(options, folder, requests, depth, environment, runs, name, progress)
         for run, answers in found.items():
             if not reference:
                 reference = answers
@@ -171,6 +170,7 @@ def _run(
 
 def _answers(
     options: Options,
+    folder: Path,
     requests: list[Request],
     drafts: int,
     environment: dict[str, str],
@@ -181,7 +181,7 @@ def _answers(
     """Answer the requests with an engine in a process of its own."""
     plan = {
         "engine": options.engine,
-        "model": _folder(options),
+        "model": str(folder),
         "drafts": drafts,
         "max_positions": options.longest + options.max_tokens + 1,
         "at_once": len(requests),
@@ -229,9 +229,9 @@ def _read(stream: IO[str], lines: deque[str]) -> None:
     lines.extend(line.rstrip() for line in stream)
 
 
-def show(options: Options, checks: list[Check], version: str, console: Console) -> None:
+def show(options: Options, folder: Path, checks: list[Check], version: str, console: Console) -> None:
     """Print a table of the checks and where the first difference of each is."""
-    console.print(f"{escape(_folder(options))}\n{options.engine} {escape(version)}")
+    console.print(f"{escape(str(folder))}\n{options.engine} {escape(version)}")
     table = Table("run", "requests", "equal", "", title="held against each request alone, without drafts")
     for check in checks:
         verdict = "[green]equal[/]" if check.ok else "[red]differs[/]"

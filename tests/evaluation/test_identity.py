@@ -117,11 +117,17 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Engine]:
     monkeypatch.setattr(Engine, "closed", 0)
 
     def here(
-        options: verify.Options, requests: list[Request], drafts: int, environment: Any, runs: Any, *rest: Any
+        options: verify.Options,
+        folder: Path,
+        requests: list[Request],
+        drafts: int,
+        environment: Any,
+        runs: Any,
+        *rest: Any,
     ) -> tuple[dict[str, list[Answer]], str]:
         plan = {
             "engine": options.engine,
-            "model": "",
+            "model": str(folder),
             "drafts": drafts,
             "max_positions": 9,
             "at_once": 9,
