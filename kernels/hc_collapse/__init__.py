@@ -14,3 +14,15 @@ register(
         agrees=Bitwise(),
     )
 )
+# Behind torch until a run on each of these chips is on record.
+register(
+    Provider(
+        op="hc_collapse",
+        name="triton",
+        path="deepinfer_plugins.kernels.hc_collapse.triton:hc_collapse",
+        archs=frozenset({Arch.SM90, Arch.SM100}),
+        batch_invariant=True,
+        agrees=Bitwise(),
+        needs=("triton",),
+    )
+)

@@ -2,7 +2,7 @@
 
 from deepinfer_plugins.core.target import Arch
 from deepinfer_plugins.kernels.registry import register
-from deepinfer_plugins.kernels.spec import Bitwise, Provider
+from deepinfer_plugins.kernels.spec import Bitwise, Provider, Within
 
 register(
     Provider(
@@ -12,5 +12,17 @@ register(
         archs=frozenset(Arch),
         batch_invariant=True,
         agrees=Bitwise(),
+    )
+)
+# Behind torch until a run on each of these chips is on record.
+register(
+    Provider(
+        op="hc_mix",
+        name="triton",
+        path="deepinfer_plugins.kernels.hc_mix.triton:hc_mix",
+        archs=frozenset({Arch.SM90, Arch.SM100}),
+        batch_invariant=True,
+        agrees=Within(atol=1e-5, rtol=1e-4),
+        needs=("triton",),
     )
 )

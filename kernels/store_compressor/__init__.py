@@ -14,3 +14,15 @@ register(
         agrees=Bitwise(),
     )
 )
+# Behind torch until a run on each of these chips is on record.
+register(
+    Provider(
+        op="store_compressor",
+        name="triton",
+        path="deepinfer_plugins.kernels.store_compressor.triton:store_compressor",
+        archs=frozenset({Arch.SM90, Arch.SM100}),
+        batch_invariant=True,
+        agrees=Bitwise(),
+        needs=("triton",),
+    )
+)

@@ -14,3 +14,15 @@ register(
         agrees=Bitwise(),
     )
 )
+# Behind torch until a run on each of these chips is on record.
+register(
+    Provider(
+        op="store_index_key",
+        name="triton",
+        path="deepinfer_plugins.kernels.store_index_key.triton:store_index_key",
+        archs=frozenset({Arch.SM90, Arch.SM100}),
+        batch_invariant=True,
+        agrees=Bitwise(),
+        needs=("triton",),
+    )
+)

@@ -1,0 +1,39 @@
+"""``records.py`` in Triton: where the bytes of a record lie in paged, possibly interleaved, memory."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def check_record_bytes(record_bytes: int, pages: torch.Tensor) -> None:
+    """Fail unless ``pages`` hold records of ``record_bytes`` bytes."""
+    if pages.shape[2] != record_bytes:
+        raise ValueError(f"a record has {record_bytes} bytes, but the pages hold records of {pages.shape[2]}")
+
+
+@triton.jit
+def slot_offset(slot, page_size, page_stride, entry_stride):
+    """Bytes, int64, from the first page to the record of ``slot``, int64; of slot 0 where it is negative."""
+    slot = tl.maximum(slot, 0)
+    return slot // page_size * page_stride + slot % page_size * entry_stride
+
+
+@triton.jit
+def entry_offset(table, entry, valid, page_size, page_stride, entry_stride):
+    """Bytes, int64, from the first page to the records of entries; of page 0 where ``valid`` is false.
+
+    Args:
+        table: Pointer to the page ids of the request.
+        entry: int32.
+        valid: Same shape, bool.
+        page_size: Entries of a page.
+        page_stride: Bytes between pages.
+        entry_stride: Bytes between entries.
+    """
+    entry = tl.where(valid, entry, 0)
+    page = tl.load(table + entry // page_size, mask=valid, other=0).to(tl.int64)
+    return page * page_stride + (entry % page_size).to(tl.int64) * entry_stride
