@@ -14,3 +14,15 @@ register(
         agrees=Bitwise(),
     )
 )
+# Behind torch until a run on each of these chips is on record.
+register(
+    Provider(
+        op="rms_norm",
+        name="triton",
+        path="deepinfer_plugins.kernels.rms_norm.triton:rms_norm",
+        archs=frozenset({Arch.SM90, Arch.SM100}),
+        batch_invariant=True,
+        agrees=Bitwise(),
+        needs=("triton",),
+    )
+)

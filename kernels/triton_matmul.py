@@ -1,0 +1,413 @@
+"""Products of rows with a weight in Triton: what ``linear``, ``mxfp8_linear`` and ``mxfp8_grouped_linear`` share.
+
+MXFP8 operands are decoded to bfloat16, which holds e4m3 times a power of two exactly; products are exact and sums are
+in float32. Their order depends on the length of a row alone: the row is cut into ``num_splits(k)`` parts, each part is
+summed in steps of the matrix unit from its start to its end, and then the parts are added one after the other. Neither
+the number of rows nor the number of outputs has a say in it, so a fused projection has the bits of its parts.
+
+What may vary with the number of rows is where this is done. A few rows give each part a program of its own, so that
+every multiprocessor reads a share of the weight; many give all parts of a tile to one program. The weight is the
+left operand, so that the instruction's shape changes with the rows only along them.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from deepinfer_plugins.kernels.triton_formats import decode_e4m3, decode_ue8m0, to_bfloat16
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+# Length of a part of a row at least, and parts of a row at most.
+_SPLIT_LENGTH = 1024
+_MAX_SPLITS = 4
+
+# From this many programs on a chip counts as filled. A constant, not the chip's own number.
+_FULL = 100
+
+# From this many rows on a weight is decoded once, to bfloat16, and not by every program that reads it.
+_MANY_ROWS = 1024
+
+# Elements decoded to bfloat16 at a time: of a weight (32 MiB), and of rows (128 MiB).
+_WEIGHT_ELEMENTS = 1 << 24
+_ROW_ELEMENTS = 1 << 26
+
+
+class Tiling(NamedTuple):
+    """How a product is cut into programs. None of it changes a bit of the result."""
+
+    outputs: int
+    rows: int
+    step: int
+    num_warps: int
+    num_stages: int
+
+
+_FEW = {
+    16: Tiling(64, 16, 128, 4, 5),
+    32: Tiling(64, 32, 128, 4, 4),
+    64: Tiling(64, 64, 128, 4, 3),
+}
+_MORE = (
+    Tiling(128, 256, 64, 8, 3),
+    Tiling(128, 128, 64, 8, 4),
+    Tiling(64, 128, 64, 4, 4),
+    Tiling(64, 64, 64, 4, 4),
+)
+
+
+def num_splits(k: int) -> int:
+    """Parts into which a row of ``k`` elements is cut."""
+    splits = 1
+    while splits < _MAX_SPLITS and k >= 2 * splits * _SPLIT_LENGTH:
+        splits *= 2
+    return splits
+
+
+def tiling(n: int, m: int, groups: int, splits: int) -> tuple[Tiling, bool]:
+    """The tiling for ``n`` rows and ``m`` outputs in each group, and whether each part gets its own program."""
+    if n <= 64:
+        tile = _FEW[max(16, triton.next_power_of_2(n))]
+        return tile, splits > 1 and groups * triton.cdiv(m, tile.outputs) < 2 * _FULL
+    for tile in _MORE:
+        if tile.rows >= 2 * n or (splits > 1 and tile.rows > 128):
+            continue
+        programs = groups * triton.cdiv(m, tile.outputs) * triton.cdiv(n, tile.rows)
+        separate = splits > 1 and programs < _FULL
+        if programs * (splits if separate else 1) >= _FULL:
+            break
+    return tile, separate
+
+
+def matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int = 1) -> None:
+    """Write ``x @ weight.T`` to ``out``.
+
+    Args:
+        x: ``[n, groups * k]``, bfloat16.
+        weight: ``[groups * m, k]``, bfloat16. Group ``g`` of its rows meets group ``g`` of ``x``.
+        out: ``[n, groups * m]``, bfloat16 or float32; its rows may be parts of longer ones.
+    """
+    _launch(x, None, weight, None, out, groups)
+
+
+def mxfp8_matmul(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    out: torch.Tensor,
+    groups: int = 1,
+) -> None:
+    """Write the product of MXFP8 rows with an MXFP8 weight to ``out``.
+
+    Args:
+        values: ``[n, groups * k]``, e4m3.
+        scales: ``[n, groups * k / 32]``, uint8, UE8M0.
+        weight: ``[groups * m, k]``, e4m3; ``m`` a multiple of 32 if there are several groups.
+        weight_scales: ``[ceil(groups * m / 32), k / 32]``, uint8, UE8M0.
+        out: ``[n, groups * m]``, bfloat16.
+    """
+    # Triton loads bytes with masks, but not e4m3 numbers.
+    values, weight = values.view(torch.uint8), weight.view(torch.uint8)
+    n, width = values.shape
+    if n <= 32:
+        _launch(values, scales, weight, weight_scales, out, groups)
+        return
+    at_once = max(1, _ROW_ELEMENTS // max(width, 1))
+    for start in range(0, n, at_once):
+        part = slice(start, start + at_once)
+        x = decode_rows(values[part], scales[part])
+        if n < _MANY_ROWS:
+            _launch(x, None, weight, weight_scales, out[part], groups)
+        else:
+            _by_parts_of_weight(x, weight, weight_scales, out[part], groups)
+
+
+def decode_rows(values: torch.Tensor, scales: torch.Tensor, rows_per_scale: int = 1) -> torch.Tensor:
+    """Bfloat16 ``[n, d]`` of e4m3 bytes ``values [n, d]`` with one scale per ``rows_per_scale`` rows and 32 columns."""
+    n, d = values.shape
+    out = torch.empty(n, d, dtype=torch.bfloat16, device=values.device)
+    groups = d // 32
+    at_once = 128
+    if n * groups:
+        grid = (triton.cdiv(n * groups, at_once),)
+        _decode_rows[grid](
+            out,
+            values,
+            scales,
+            n * groups,
+            groups,
+            values.stride(0),
+            scales.stride(0),
+            rows_per_scale,
+            at_once,
+        )
+    return out
+
+
+def _by_parts_of_weight(
+    x: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, out: torch.Tensor, groups: int
+) -> None:
+    """As ``matmul``, decoding a bounded part of the weight at a time."""
+    k = weight.shape[1]
+    m = weight.shape[0] // groups
+    parts = triton.cdiv(m * k, _WEIGHT_ELEMENTS)
+    at_once = triton.cdiv(triton.cdiv(m, parts), 128) * 128
+    for group in range(groups):
+        rows = x[:, group * k : (group + 1) * k]
+        for start in range(group * m, (group + 1) * m, at_once):
+            stop = min(start + at_once, (group + 1) * m)
+            part = decode_rows(weight[start:stop], weight_scales[start // 32 : triton.cdiv(stop, 32)], 32)
+            _launch(rows, None, part, None, out[:, start:stop], 1)
+
+
+def _launch(x, x_scales, weight, weight_scales, out, groups) -> None:
+    n, m, k = x.shape[0], weight.shape[0] // groups, weight.shape[1]
+    if not n * m:
+        return
+    splits = num_splits(k)
+    tile, separate = tiling(n, m, groups, splits)
+    sums = torch.empty(splits, n, groups * m, dtype=torch.float32, device=x.device) if separate else out
+    tiles = triton.cdiv(m, tile.outputs) * triton.cdiv(n, tile.rows)
+    length = triton.cdiv(triton.cdiv(k, splits), 128) * 128
+    whole = k % length == 0
+    if whole:
+        x_scales, weight_scales = (
+            None if scales is None else scales.view(torch.int32) for scales in (x_scales, weight_scales)
+        )
+    _matmul[(tiles, splits if separate else 1, groups)](
+        sums,
+        x,
+        x_scales,
+        weight,
+        weight_scales,
+        n,
+        m,
+        k,
+        sums.stride(-2),
+        x.stride(0),
+        0 if x_scales is None else x_scales.stride(0),
+        weight.stride(0),
+        0 if weight_scales is None else weight_scales.stride(0),
+        length,
+        SPLITS=splits,
+        SEPARATE=separate,
+        WHOLE=whole,
+        OUTPUTS=tile.outputs,
+        ROWS=tile.rows,
+        STEP=tile.step,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    if separate:
+        size = n * groups * m
+        _add_parts[(triton.cdiv(size, 1024),)](out, sums, size, groups * m, out.stride(0), splits, 1024)
+
+
+@triton.jit
+def dot(a, b, total):
+    """``total + a @ b``, ``a`` and ``b`` bfloat16, in float32.
+
+    The interpreter multiplies bfloat16 by its bits, and numpy's order of summing depends on the shapes; there the
+    sum is in float64 and rounded once.
+    """
+    if INTERPRETED:
+        return (
+            total.to(tl.float64) + tl.dot(a.to(tl.float32).to(tl.float64), b.to(tl.float32).to(tl.float64))
+        ).to(tl.float32)
+    else:
+        return tl.dot(a, b, total)
+
+
+@triton.jit
+def load_mxfp8(values, scales, start, k, WHOLE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr):
+    """Bfloat16 ``[ROWS, STEP]`` of MXFP8 rows from column ``start`` on, zeros past column ``k``.
+
+    Args:
+        values: Pointers to the rows' e4m3 bytes, ``[ROWS, 1]``.
+        scales: Pointers to the rows' UE8M0 bytes, ``[ROWS]``; if ``WHOLE``, to words of four, for a load of fewer
+            bytes is not issued ahead of its use.
+        start: A multiple of ``STEP``.
+        k: Length of a row.
+        WHOLE: Whether ``k`` is a multiple of 128.
+        ROWS: Of the result.
+        STEP: Columns of the result, a power of two from 32 to 128.
+    """
+    column = start + tl.arange(0, STEP)[None, :]
+    group = start // 32 + tl.arange(0, STEP // 32)[None, :]
+    if WHOLE:
+        codes = tl.load(values + column)
+        powers = tl.load(scales + start // 128)[:, None] >> (group % 4 * 8) & 0xFF
+    else:
+        codes = tl.load(values + column, mask=column < k, other=0)
+        powers = tl.load(scales[:, None] + group, mask=group * 32 < k, other=0)
+    wide = tl.reshape(decode_e4m3(codes), (ROWS, STEP // 32, 32)) * decode_ue8m0(powers)[:, :, None]
+    return to_bfloat16(tl.reshape(wide, (ROWS, STEP)))
+
+
+@triton.jit
+def _load_bfloat16(values, start, k, WHOLE: tl.constexpr, STEP: tl.constexpr):
+    column = start + tl.arange(0, STEP)[None, :]
+    if WHOLE:
+        return tl.load(values + column)
+    else:
+        return tl.load(values + column, mask=column < k, other=0.0)
+
+
+@triton.jit
+def _sum_part(
+    x,
+    x_scales,
+    weight,
+    weight_scales,
+    first,
+    last,
+    k,
+    WHOLE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Sums ``[OUTPUTS, ROWS]`` over the columns from ``first`` to ``last``; the pointers are at the rows."""
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for start in range(first, last, STEP):
+        if weight_scales is None:
+            left = _load_bfloat16(weight, start, k, WHOLE, STEP)
+        else:
+            left = load_mxfp8(weight, weight_scales, start, k, WHOLE, OUTPUTS, STEP)
+        if x_scales is None:
+            right = _load_bfloat16(x, start, k, WHOLE, STEP)
+        else:
+            right = load_mxfp8(x, x_scales, start, k, WHOLE, ROWS, STEP)
+        total = dot(left, tl.trans(right), total)
+    return total
+
+
+@triton.jit(do_not_specialize=["n"])
+def _matmul(
+    out,
+    x,
+    x_scales,
+    weight,
+    weight_scales,
+    n,
+    m,
+    k,
+    out_stride,
+    x_stride,
+    x_scales_stride,
+    weight_stride,
+    weight_scales_stride,
+    length,
+    SPLITS: tl.constexpr,
+    SEPARATE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    # Eight tiles of the weight side by side, so that what they read of the rows is still in the cache.
+    tiles_m = tl.cdiv(m, OUTPUTS)
+    tiles_n = tl.cdiv(n, ROWS)
+    tile = tl.program_id(0)
+    band = tile // (8 * tiles_n)
+    height = tl.minimum(tiles_m - band * 8, 8)
+    within = tile % (8 * tiles_n)
+    part = tl.program_id(1)
+    group = tl.program_id(2)
+
+    output = (band * 8 + within % height) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = (within // height).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    # Past the end the last one is read again, and not stored.
+    weight_row = group.to(tl.int64) * m + tl.minimum(output, m - 1)
+    x_row = tl.minimum(row, n - 1)
+    weight += weight_row[:, None] * weight_stride
+    if weight_scales is not None:
+        weight_scales += weight_row // 32 * weight_scales_stride
+    x += x_row[:, None] * x_stride + group * k
+    if x_scales is not None:
+        x_scales += x_row * x_scales_stride + group * (k // (128 if WHOLE else 32))
+
+    first = part * length
+    total = _sum_part(
+        x,
+        x_scales,
+        weight,
+        weight_scales,
+        first,
+        tl.minimum(first + length, k),
+        k,
+        WHOLE,
+        OUTPUTS,
+        ROWS,
+        STEP,
+    )
+    if SEPARATE:
+        out += part.to(tl.int64) * n * out_stride
+    else:
+        for later in range(1, SPLITS):
+            first = later * length
+            total += _sum_part(
+                x,
+                x_scales,
+                weight,
+                weight_scales,
+                first,
+                tl.minimum(first + length, k),
+                k,
+                WHOLE,
+                OUTPUTS,
+                ROWS,
+                STEP,
+            )
+    if out.dtype.element_ty == tl.bfloat16:
+        result = to_bfloat16(total)
+    else:
+        result = total
+    place = out + row[None, :] * out_stride + (group * m + output)[:, None]
+    tl.store(place, result, mask=(output < m)[:, None] & (row < n)[None, :])
+
+
+@triton.jit(do_not_specialize=["size"])
+def _add_parts(out, sums, size, width, out_stride, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum ``sums [SPLITS, n, width]`` over its first dimension, in order."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    present = place < size
+    total = tl.load(sums + place, mask=present, other=0.0)
+    for part in range(1, SPLITS):
+        total += tl.load(sums + part * size.to(tl.int64) + place, mask=present, other=0.0)
+    if out.dtype.element_ty == tl.bfloat16:
+        result = to_bfloat16(total)
+    else:
+        result = total
+    tl.store(out + (place // width) * out_stride + place % width, result, mask=present)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _decode_rows(
+    out,
+    values,
+    scales,
+    size,
+    groups,
+    stride,
+    scales_stride,
+    rows_per_scale: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Decode ``size`` groups of 32, ``groups`` of them to a row, and write them side by side."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    present = place < size
+    row, group = place // groups, place % groups
+    lane = tl.arange(0, 32)[None, :]
+    codes = tl.load(values + (row * stride + group * 32)[:, None] + lane, mask=present[:, None], other=0)
+    powers = tl.load(scales + (row // rows_per_scale) * scales_stride + group, mask=present, other=0)
+    wide = decode_e4m3(codes) * decode_ue8m0(powers)[:, None]
+    tl.store(out + place[:, None] * 32 + lane, to_bfloat16(wide), mask=present[:, None])
