@@ -23,11 +23,12 @@ def slot_offset(slot, page_size, page_stride, entry_stride):
 
 
 @triton.jit
-def entry_offset(table, entry, valid, page_size, page_stride, entry_stride):
+def entry_offset(table, table_stride, entry, valid, page_size, page_stride, entry_stride):
     """Bytes, int64, from the first page to the records of entries; of page 0 where ``valid`` is false.
 
     Args:
         table: Pointer to the page ids of the request.
+        table_stride: Elements between page ids.
         entry: int32.
         valid: Same shape, bool.
         page_size: Entries of a page.
@@ -35,5 +36,5 @@ def entry_offset(table, entry, valid, page_size, page_stride, entry_stride):
         entry_stride: Bytes between entries.
     """
     entry = tl.where(valid, entry, 0)
-    page = tl.load(table + entry // page_size, mask=valid, other=0).to(tl.int64)
+    page = tl.load(table + entry // page_size * table_stride, mask=valid, other=0).to(tl.int64)
     return page * page_stride + (entry % page_size).to(tl.int64) * entry_stride

@@ -1,8 +1,9 @@
 """``hc_mix`` in two steps: products with the weight, split over the width; then the mixes of each row.
 
-The streams are bfloat16, which TF32 holds exactly, and the weight is split in two TF32 numbers, so a product is off by
-``2^-22``. The width is cut in ``SPLIT`` columns to a program, whatever the number of rows is, and the parts are added in
-their order. Workspace: ``num_mixes + 1`` numbers per row and part. What follows ``z`` is in float64, as in the definition.
+The streams are bfloat16, which TF32 holds exactly, and the weight is split in two TF32 numbers, so a product is off
+by ``2^-22``. The width is cut in ``SPLIT`` columns to a program, whatever the number of rows is, and the parts are
+added in their order. Workspace: ``num_mixes + 1`` numbers per row and part. What follows ``z`` is in float64, as in
+the definition.
 """
 
 # mypy: ignore-errors

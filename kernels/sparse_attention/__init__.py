@@ -2,7 +2,7 @@
 
 from deepinfer_plugins.core.target import Arch
 from deepinfer_plugins.kernels.registry import register
-from deepinfer_plugins.kernels.spec import Bitwise, Provider
+from deepinfer_plugins.kernels.spec import Bitwise, Provider, Within
 
 register(
     Provider(
@@ -12,5 +12,17 @@ register(
         archs=frozenset(Arch),
         batch_invariant=True,
         agrees=Bitwise(),
+    )
+)
+# Behind torch until a run on each of these chips is on record.
+register(
+    Provider(
+        op="sparse_attention",
+        name="triton",
+        path="deepinfer_plugins.kernels.sparse_attention.triton:sparse_attention",
+        archs=frozenset({Arch.SM90, Arch.SM100}),
+        batch_invariant=True,
+        agrees=Within(atol=4e-3, rtol=1.6e-2),
+        needs=("triton",),
     )
 )

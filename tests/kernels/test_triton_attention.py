@@ -23,6 +23,7 @@ from .test_hc_collapse import TestHcCollapse as _HcCollapse
 from .test_hc_merge import TestHcMerge as _HcMerge
 from .test_hc_mix import TestHcMix as _HcMix
 from .test_pool_pairs import TestPoolPairs as _PoolPairs
+from .test_sparse_attention import TestSparseAttention as _SparseAttention
 from .test_stores import TestLoadCompressor as _LoadCompressor
 from .test_stores import TestStoreCompressed as _StoreCompressed
 from .test_stores import TestStoreCompressor as _StoreCompressor
@@ -44,6 +45,7 @@ OPERATORS: dict[str, type[Conformance]] = {
         _StoreWindow,
         _StoreCompressed,
         _StoreIndexKey,
+        _SparseAttention,
     )
 }
 VARIANTS = [(op, variant) for op, tests in OPERATORS.items() for variant in tests.variants]
