@@ -1,0 +1,283 @@
+"""Every operator at the release's shapes: time, bytes and operations per second, and a rival in the same run.
+
+A call is captured in a CUDA graph several times over, each time with arguments of its own, until these no longer
+fit the second-level cache: so weights are read from memory, as in a model, and the host's time is left out. The
+ceilings are what a copy and a large bf16 matrix product by cuBLAS reach in the same run.
+
+Usage: python benchmarks/kernels.py [--ops linear,mxfp8_linear] [--tokens 1,128] [--provider triton] [--out FILE]
+       python benchmarks/kernels.py --rows [--ops ...] [--out FILE]
+
+``--rows`` measures nothing: it checks that a row has the same bits alone, in batches of 2, 7, 64, 1000 and 4096,
+and at other places of the batch, and how far the results are from the operator's definition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kernel_cases import Draw, KernelCase, all_cases  # noqa: E402
+
+from deepinfer_plugins.kernels import catalogue  # noqa: E402, F401 (registers every provider)
+from deepinfer_plugins.kernels.registry import providers  # noqa: E402
+from deepinfer_plugins.model.presets import preset  # noqa: E402
+
+TOKENS = [2**power for power in range(14)]
+# Several times the second-level cache of any chip that we know.
+COLD_BYTES = 1 << 28
+MOST_COPIES = 24
+SIZES = (1, 2, 7, 64, 1000, 4096)
+
+
+def seconds(calls: list[Callable[[], Any]], device: torch.device, budget_s: float = 0.2) -> float:
+    """The shortest mean time of a call over several runs through all of them."""
+    for call in calls:
+        call()
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        return (time.perf_counter() - start) / len(calls)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times: list[float] = []
+    spent = 0.0
+    while len(times) < 3 or (spent < budget_s and len(times) < 20):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+        spent += times[-1]
+    return min(times[1:]) / len(calls)
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """Bytes per second of a copy, counting what is read and what is written, and operations of cuBLAS in bf16."""
+    size, side = (1 << 30, 8192) if device.type == "cuda" else (1 << 22, 256)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = seconds([lambda: target.copy_(source)], device)
+    a, b = (Draw(device, seed).normal(side, side) for seed in range(2))
+    return {"bytes_per_s": 2 * size / copy, "flops_per_s": 2 * side**3 / seconds([lambda: a @ b], device)}
+
+
+def provider_of(op: str, name: str) -> Callable[..., Any] | None:
+    """The operator's provider of that name, whatever it is registered behind."""
+    for provider in providers(op):
+        if provider.name == name:
+            return provider.load()
+    return None
+
+
+def measure(
+    case: KernelCase,
+    tokens: list[int],
+    provider: str,
+    with_rival: bool,
+    top: dict[str, float],
+    device: torch.device,
+) -> Iterator[dict[str, Any]]:
+    """A record for each number of tokens."""
+    function = provider_of(case.op, provider)
+    for n in tokens:
+        if function is None or n > case.most_tokens:
+            continue
+        record: dict[str, Any] = {"op": case.op, "name": case.name, "shape": case.shape, "tokens": n}
+        copies = max(1, min(MOST_COPIES, COLD_BYTES // case.num_bytes(n)))
+        if device.type != "cuda":
+            copies = 1
+        sets = [case.make(n, Draw(device, seed)) for seed in range(copies)]
+        spent = seconds([lambda args=args: function(**args) for args in sets], device)  # type: ignore[misc]
+        record |= {
+            "seconds": spent,
+            "bytes_per_s": case.num_bytes(n) / spent,
+            "of_copy": case.num_bytes(n) / spent / top["bytes_per_s"],
+            "flops_per_s": case.num_flops(n) / spent,
+            "of_matmul": case.num_flops(n) / spent / top["flops_per_s"],
+        }
+        if case.rival and with_rival:
+            name, prepare = case.rival
+            record["rival"] = name
+            try:
+                record["rival_seconds"] = seconds([prepare(args) for args in sets], device)
+                record["rival_over_ours"] = record["rival_seconds"] / spent
+            except (RuntimeError, AttributeError, NotImplementedError) as error:
+                # A rival that this torch or this chip lacks costs its figure, not the run.
+                record["rival_error"] = str(error).splitlines()[0]
+        yield record
+
+
+def check(case: KernelCase, provider: str, device: torch.device) -> dict[str, Any] | None:
+    """Whether a row's bits are its own, and the distance from the definition."""
+    function = provider_of(case.op, provider)
+    if function is None:
+        return None
+    most = min(max(SIZES), case.most_tokens)
+    args = case.make(most, Draw(device))
+
+    def call(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        some = {
+            name: value[rows] if name in case.rows and value is not None else value
+            for name, value in args.items()
+        }
+        result = function(**some)
+        return result if isinstance(result, tuple) else (result,)
+
+    order = torch.arange(most, device=device)
+    together = call(order)
+    shifted = torch.Generator().manual_seed(1)
+    compared, wrong = 0, []
+    for size in SIZES:
+        if size > most:
+            continue
+        # Every row once for the larger sizes; for the smaller, rows from all over the batch.
+        starts = (
+            range(0, most, size)
+            if size >= 64
+            else torch.randint(0, most - size, (64,), generator=shifted).tolist()
+        )
+        batches = [order[start : start + size] for start in starts]
+        batches += [order.roll(int(by))[:size] for by in torch.randint(1, most, (8,), generator=shifted)]
+        batches.append(torch.randperm(most, generator=shifted)[:size].to(device))
+        for rows in batches:
+            compared += len(rows)
+            for got, want in zip(call(rows), together, strict=True):
+                differ = (
+                    got.contiguous().view(torch.uint8) != want[rows].contiguous().view(torch.uint8)
+                ).flatten(1)
+                if bool(differ.any()):
+                    wrong.append({"size": len(rows), "rows": int(differ.any(1).sum())})
+    record: dict[str, Any] = {
+        "op": case.op,
+        "name": case.name,
+        "shape": case.shape,
+        "rows_compared": compared,
+        "same_bits": not wrong,
+        "batches_that_differ": len(wrong),
+        "examples": wrong[:4],
+        "finite": all(bool(result.float().isfinite().all()) for result in together),
+    }
+    reference = getattr(importlib.import_module(f"deepinfer_plugins.kernels.{case.op}.reference"), case.op)
+    few = 4
+    some = {
+        name: value[:few] if name in case.rows and value is not None else value
+        for name, value in args.items()
+    }
+    want = reference(**some)
+    want = want if isinstance(want, tuple) else (want,)
+    errors = []
+    for got, exact in zip(together, want, strict=True):
+        got, exact = got[:few].double(), exact.double()
+        errors.append(float((got - exact).abs().max() / exact.abs().max().clamp(min=1e-30)))
+    return record | {"error_over_largest": errors}
+
+
+def print_table(records: list[dict[str, Any]]) -> None:
+    columns = ["op", "name", "shape", "tokens", "us", "TB/s", "of copy", "TFLOP/s", "of matmul", "rival/ours"]
+    lines = [columns]
+    for record in records:
+        ratio = record.get("rival_over_ours")
+        lines.append(
+            [
+                record["op"],
+                record["name"],
+                record["shape"],
+                str(record["tokens"]),
+                f"{record['seconds'] * 1e6:.1f}",
+                f"{record['bytes_per_s'] / 1e12:.2f}",
+                f"{record['of_copy']:.2f}",
+                f"{record['flops_per_s'] / 1e12:.1f}",
+                f"{record['of_matmul']:.2f}",
+                "-" if ratio is None else f"{ratio:.2f}",
+            ]
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
+    for line in lines:
+        print("  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip())
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ops", default="", help="operators or cases (op/name), separated by commas; default: all"
+    )
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--provider", default="triton")
+    parser.add_argument("--preset", default="release")
+    parser.add_argument("--rows", action="store_true", help="check bits instead of measuring time")
+    parser.add_argument("--no-rival", action="store_true")
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    wanted = set(filter(None, arguments.ops.split(",")))
+    chosen = [
+        case
+        for case in all_cases(preset(arguments.preset))
+        if not wanted or case.op in wanted or f"{case.op}/{case.name}" in wanted
+    ]
+    if not chosen:
+        parser.error(f"no case is called {arguments.ops}")
+    tokens = [int(n) for n in arguments.tokens.split(",")]
+    try:
+        triton_version = importlib.import_module("triton").__version__
+    except ModuleNotFoundError:
+        triton_version = None
+    report: dict[str, Any] = {
+        "what": "bits of rows" if arguments.rows else "time of operators",
+        "preset": arguments.preset,
+        "provider": arguments.provider,
+        "chip": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton_version},
+        "commit": arguments.commit,
+    }
+    top = {} if arguments.rows else ceilings(device)
+    report |= {"ceilings": top, "results": [], "failed": []}
+    with torch.inference_mode():
+        for case in chosen:
+            start = time.perf_counter()
+            try:
+                if arguments.rows:
+                    checked = check(case, arguments.provider, device)
+                    if checked:
+                        report["results"].append(checked)
+                        print(json.dumps(checked), flush=True)
+                else:
+                    report["results"] += measure(
+                        case, tokens, arguments.provider, not arguments.no_rival, top, device
+                    )
+            except Exception as error:  # one operator's failure is reported, and the others still run
+                traceback.print_exc()
+                report["failed"].append({"op": case.op, "name": case.name, "error": f"{error!r}"[:2000]})
+            print(
+                f"# {case.op}/{case.name}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True
+            )
+            if arguments.out:
+                arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    if not arguments.rows:
+        print(json.dumps(top))
+        print_table(report["results"])
+    for failure in report["failed"]:
+        print(f"FAILED {failure['op']}/{failure['name']}: {failure['error']}")
+    return bool(report["failed"]) or any(not result.get("same_bits", True) for result in report["results"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
