@@ -131,6 +131,32 @@ def e2m1_as_e4m3(codes):
 
 
 @triton.jit
+def e2m1_pairs_as_e4m3(pairs):
+    """:func:`e2m1_as_e4m3` of the low and of the high nibbles of bytes."""
+    if INTERPRETED:
+        return e2m1_as_e4m3(pairs & 15), e2m1_as_e4m3(pairs >> 4)
+    else:
+        # Four bytes at a time; the last table is (a & b) | c.
+        return tl.inline_asm_elementwise(
+            """{
+                .reg .b32 low, sign;
+                shl.b32 low, $2, 2;
+                shl.b32 sign, $2, 4;
+                and.b32 low, low, 0x1C1C1C1C;
+                lop3.b32 $0, sign, 0x80808080, low, 0xEA;
+                shr.u32 low, $2, 2;
+                and.b32 low, low, 0x1C1C1C1C;
+                lop3.b32 $1, $2, 0x80808080, low, 0xEA;
+            }""",
+            "=&r,=&r,r",
+            [pairs],
+            dtype=(tl.uint8, tl.uint8),
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
 def round_to_e2m1(x):
     """``x``, float32, to the nearest e2m1 number, as float32; otherwise as :func:`encode_e2m1`."""
     return decode_e4m3(e2m1_as_e4m3(encode_e2m1(x))) * 64.0

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,12 @@ def check_record_bytes(record_bytes: int, pages: torch.Tensor) -> None:
         raise ValueError(f"a record has {record_bytes} bytes, but the pages hold records of {pages.shape[2]}")
 
 
+def alignment(pages: torch.Tensor) -> int:
+    """What divides the address of every record, up to 16."""
+    page_stride, entry_stride, byte_stride = pages.stride()
+    return math.gcd(16, pages.data_ptr(), page_stride, entry_stride) if byte_stride == 1 else 1
+
+
 @triton.jit
 def slot_offset(slot, page_size, page_stride, entry_stride):
     """Bytes, int64, from the first page to the record of ``slot``, int64; of slot 0 where it is negative."""
@@ -23,18 +31,23 @@ def slot_offset(slot, page_size, page_stride, entry_stride):
 
 
 @triton.jit
-def entry_offset(table, table_stride, entry, valid, page_size, page_stride, entry_stride):
-    """Bytes, int64, from the first page to the records of entries; of page 0 where ``valid`` is false.
+def entry_records(
+    pages, table, table_stride, entry, valid, page_size, page_stride, entry_stride, ALIGN: tl.constexpr
+):
+    """Pointers ``[n, 1]`` to the records of entries; to some record where ``valid`` is false.
 
     Args:
+        pages: Of the cache.
         table: Pointer to the page ids of the request.
         table_stride: Elements between page ids.
-        entry: int32.
-        valid: Same shape, bool.
+        entry: ``[n]``, int32.
+        valid: ``[n]``, bool.
         page_size: Entries of a page.
         page_stride: Bytes between pages.
         entry_stride: Bytes between entries.
+        ALIGN: ``alignment(pages)``.
     """
     entry = tl.where(valid, entry, 0)
     page = tl.load(table + entry // page_size * table_stride, mask=valid, other=0).to(tl.int64)
-    return page * page_stride + (entry % page_size).to(tl.int64) * entry_stride
+    offset = page * page_stride + (entry % page_size).to(tl.int64) * entry_stride
+    return tl.multiple_of((pages + offset)[:, None], [ALIGN, ALIGN])

@@ -1,9 +1,9 @@
 """``sparse_attention`` in tiles of ``KEYS`` keys, each read and decoded once for all heads of a row.
 
-A row's list is its window and then its indices. It is cut into tiles from its beginning, and the tiles into
-``num_splits`` equal parts; a part keeps a running maximum, as the sink's share does from the first, and the parts are
-added in their order. All of that follows from the row's window and the number of indices, so a prompt's chunk and a
-decode step get the same bits from the same kernel. A tile has ``HEADS`` heads, however many there are.
+A row's list has parts: its window, with the sink's share, and ``INDEX_PARTS`` of its indices. A part is cut into
+tiles from its beginning and keeps a running maximum; the parts are added in their order. All of that follows from the
+row's window and the number of indices, so a prompt's chunk and a decode step get the same bits from the same kernel. A
+tile has ``HEADS`` heads, however many there are.
 
 Keys are exact in bfloat16, products of them with a query too; sums are in float32, and a key's share is rounded to
 bfloat16 before it meets the key. Workspace: float32 results of the parts of some rows, at most ``ELEMENTS_AT_ONCE``.
@@ -24,24 +24,19 @@ from deepinfer_plugins.kernels.triton_formats import (
     decode_e4m3,
     decode_ue8m0,
     dot,
-    e2m1_as_e4m3,
+    e2m1_pairs_as_e4m3,
     to_bfloat16,
 )
-from deepinfer_plugins.kernels.triton_records import entry_offset
+from deepinfer_plugins.kernels.triton_records import alignment, entry_records
 
-KEYS = 64
+KEYS = 32
 HEADS = 64
 # Of the partial results that are kept at a time: 64 MiB.
 ELEMENTS_AT_ONCE = 1 << 24
-# Indices from which on a row's list is cut in two, so that a decode step of 64 rows fills a chip.
-LONG_LIST = 256
+# Parts of the indices, so that a decode step of 64 rows fills a chip.
+INDEX_PARTS = 2
 
 LOG2_E = math.log2(math.e)
-
-
-def num_splits(num_indices: int) -> int:
-    """Parts into which the list of a row is cut."""
-    return 2 if num_indices >= LONG_LIST else 1
 
 
 def sparse_attention(
@@ -68,20 +63,23 @@ def sparse_attention(
     if compressed_pages is None or compressed_table is None or indices is None or not indices.shape[1]:
         # Never read: there are no indices.
         compressed_pages, compressed_table, indices = window_pages, window_table, request[:, None][:, :0]
+    request, window_start, window_end, sinks = (
+        part.contiguous() for part in (request, window_start, window_end, sinks)
+    )
     num_indices = indices.shape[1]
-    splits = num_splits(num_indices)
+    parts = 1 + (INDEX_PARTS if num_indices else 0)
     out = torch.empty(n, num_heads, d, dtype=torch.bfloat16, device=q.device)
-    at_once = min(n, max(ELEMENTS_AT_ONCE // (splits * num_heads * d), 1)) if splits > 1 else n
+    at_once = min(n, max(ELEMENTS_AT_ONCE // (parts * num_heads * d), 1)) if parts > 1 else n
     partial = total = highest = out
-    if splits > 1:
-        partial = torch.empty(at_once, splits, num_heads, d, dtype=torch.float32, device=q.device)
+    if parts > 1:
+        partial = torch.empty(at_once, parts, num_heads, d, dtype=torch.float32, device=q.device)
         total, highest = (
-            torch.empty(at_once, splits, num_heads, dtype=torch.float32, device=q.device) for _ in range(2)
+            torch.empty(at_once, parts, num_heads, dtype=torch.float32, device=q.device) for _ in range(2)
         )
     for first in range(0, n, at_once or 1):
         rows = slice(first, min(first + at_once, n))
         num_rows = rows.stop - first
-        _attend[(num_rows, triton.cdiv(num_heads, HEADS), splits)](
+        _attend[(num_rows, triton.cdiv(num_heads, HEADS), parts)](
             out[rows],
             partial,
             total,
@@ -106,59 +104,121 @@ def sparse_attention(
             *compressed_table.stride(),
             *indices.stride(),
             num_heads,
-            NUM_INDICES=num_indices,
-            SPLITS=splits,
+            num_indices,
+            PARTS=parts,
             D=d,
             KEYS=KEYS,
             HEADS=HEADS,
-            MXFP8_GROUP=MXFP8_GROUP,
-            FP4_GROUP=FP4_GROUP,
+            WINDOW_GROUP=MXFP8_GROUP,
+            COMPRESSED_GROUP=FP4_GROUP,
+            WINDOW_ALIGN=alignment(window_pages),
+            COMPRESSED_ALIGN=alignment(compressed_pages),
             num_warps=8,
             num_stages=2,
         )
-        if splits > 1:
+        if parts > 1:
             _add_parts[(num_rows, num_heads)](
-                out[rows], partial, total, highest, num_heads, SPLITS=splits, D=d, num_warps=4
+                out[rows], partial, total, highest, num_heads, PARTS=parts, D=d, num_warps=4
             )
     return out
 
 
 @triton.jit
-def _window_keys(pages, offset, valid, byte_stride, D: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr):
+def _window_keys(record, valid, byte_stride, D: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr):
     """Keys ``[KEYS, D]``, bfloat16, of window records; zeros where ``valid`` is false."""
-    record = pages + offset[:, None]
-    code = tl.load(record + tl.arange(0, D)[None, :] * byte_stride, mask=valid[:, None], other=0)
+    present = valid[:, None]
+    codes = tl.load(record + tl.arange(0, D)[None, :] * byte_stride, mask=present, other=0)
     place = record + (D + tl.arange(0, D // GROUP))[None, :] * byte_stride
-    factor = decode_ue8m0(tl.load(place, mask=valid[:, None], other=127))
-    value = tl.reshape(decode_e4m3(code), (KEYS, D // GROUP, GROUP)) * factor[:, :, None]
-    return tl.reshape(to_bfloat16(value), (KEYS, D))
+    factors = decode_ue8m0(tl.load(place, mask=present, other=127))
+    keys = decode_e4m3(tl.reshape(codes, (KEYS, D // GROUP, GROUP))) * factors[:, :, None]
+    return tl.reshape(to_bfloat16(keys), (KEYS, D))
 
 
 @triton.jit
-def _compressed_keys(
-    pages, offset, valid, byte_stride, D: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr
-):
-    """Keys ``[KEYS, D]``, bfloat16, of compressed records; zeros where ``valid`` is false."""
-    record = pages + offset[:, None]
-    pair = tl.load(record + tl.arange(0, D // 2)[None, :] * byte_stride, mask=valid[:, None], other=0)
+def _compressed_keys(record, valid, byte_stride, D: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr):
+    """The same of compressed records."""
+    present = valid[:, None]
+    pairs = tl.load(record + tl.arange(0, D // 2)[None, :] * byte_stride, mask=present, other=0)
     place = record + (D // 2 + tl.arange(0, D // GROUP))[None, :] * byte_stride
-    factor = decode_e4m3(tl.load(place, mask=valid[:, None], other=0)) * 64.0
-    code = tl.interleave(e2m1_as_e4m3(pair & 15), e2m1_as_e4m3(pair >> 4))
-    value = tl.reshape(decode_e4m3(code), (KEYS, D // GROUP, GROUP)) * factor[:, :, None]
-    return tl.reshape(to_bfloat16(value), (KEYS, D))
+    # An e2m1 number is 64 times the e4m3 number that is decoded in its place.
+    factors = decode_e4m3(tl.load(place, mask=present, other=0)) * 64.0
+    low, high = e2m1_pairs_as_e4m3(tl.reshape(pairs, (KEYS, D // GROUP, GROUP // 2)))
+    low = to_bfloat16(decode_e4m3(low) * factors[:, :, None])
+    high = to_bfloat16(decode_e4m3(high) * factors[:, :, None])
+    return tl.reshape(tl.interleave(low, high), (KEYS, D))
 
 
 @triton.jit
-def _add_keys(query, keys, valid, scale, weighted, total, highest, HEADS: tl.constexpr, KEYS: tl.constexpr):
-    """The running results with one more tile of keys."""
-    scores = dot(query, tl.trans(keys), tl.zeros((HEADS, KEYS), tl.float32), "ieee") * scale
-    scores = tl.where(valid[None, :], scores, -float("inf"))
-    higher = tl.maximum(highest, tl.max(scores, axis=1))
-    shrink = tl.exp2(highest - higher)
-    share = tl.exp2(scores - higher[:, None])
-    total = total * shrink + tl.sum(share, axis=1)
-    weighted = dot(to_bfloat16(share), keys, weighted * shrink[:, None], "ieee")
-    return weighted, total, higher
+def _attend_to_keys(
+    queries,
+    is_head,
+    sink,
+    scale,
+    pages,
+    table,
+    indices,
+    first,
+    last,
+    end,
+    page_stride,
+    entry_stride,
+    byte_stride,
+    page_size,
+    table_stride,
+    index_stride,
+    D: tl.constexpr,
+    KEYS: tl.constexpr,
+    HEADS: tl.constexpr,
+    IS_WINDOW: tl.constexpr,
+    GROUP: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Attention to one part of a list, relative to the highest score in it or the sink.
+
+    Args:
+        queries: Pointers ``[HEADS, D]`` to bfloat16.
+        is_head: ``[HEADS]``, bool, which heads there are.
+        sink: ``[HEADS]``, float32: a score without a key.
+        scale: Of the scores, which are exponents of two.
+        pages: Of the cache.
+        table: Page ids of the request.
+        indices: Of the row; not read for a window.
+        first: Entry, or place among the indices, at which the part begins.
+        last: One past its last tile.
+        end: One past what is valid.
+
+    Returns:
+        weighted: ``[HEADS, D]``, float32, keys times shares.
+        total: ``[HEADS]``, float32, sum of the shares.
+        highest: ``[HEADS]``, float32, the exponent whose share is 1.
+    """
+    query = tl.load(queries, mask=is_head[:, None], other=0.0)
+    # With the sink among the scores no maximum is minus infinity.
+    highest = tl.maximum(sink, -1e30)
+    total = tl.zeros((HEADS,), tl.float32)
+    weighted = tl.zeros((HEADS, D), tl.float32)
+    for start in range(first, last, KEYS):
+        entry = start + tl.arange(0, KEYS)
+        valid = entry < end
+        if not IS_WINDOW:
+            entry = tl.load(indices + entry * index_stride, mask=valid, other=-1).to(tl.int32)
+            valid = entry >= 0
+        record = entry_records(
+            pages, table, table_stride, entry, valid, page_size, page_stride, entry_stride, ALIGN
+        )
+        if IS_WINDOW:
+            keys = _window_keys(record, valid, byte_stride, D, KEYS, GROUP)
+        else:
+            keys = _compressed_keys(record, valid, byte_stride, D, KEYS, GROUP)
+        scores = dot(query, tl.trans(keys), tl.zeros((HEADS, KEYS), tl.float32), "ieee") * scale
+        scores = tl.where(valid[None, :], scores, -float("inf"))
+        higher = tl.maximum(highest, tl.max(scores, axis=1))
+        shrink = tl.exp2(highest - higher)
+        shares = tl.exp2(scores - higher[:, None])
+        total = total * shrink + tl.sum(shares, axis=1)
+        weighted = dot(to_bfloat16(shares), keys, weighted * shrink[:, None], "ieee")
+        highest = higher
+    return weighted, total, highest
 
 
 @triton.jit
@@ -196,98 +256,107 @@ def _attend(
     index_row_stride,
     index_stride,
     num_heads,
-    NUM_INDICES: tl.constexpr,
-    SPLITS: tl.constexpr,
+    num_indices,
+    PARTS: tl.constexpr,
     D: tl.constexpr,
     KEYS: tl.constexpr,
     HEADS: tl.constexpr,
-    MXFP8_GROUP: tl.constexpr,
-    FP4_GROUP: tl.constexpr,
+    WINDOW_GROUP: tl.constexpr,
+    COMPRESSED_GROUP: tl.constexpr,
+    WINDOW_ALIGN: tl.constexpr,
+    COMPRESSED_ALIGN: tl.constexpr,
 ):
     """One part of the list of one row, for ``HEADS`` heads."""
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, D)
     is_head = head < num_heads
     owner = tl.load(request + row)
-    start = tl.maximum(tl.load(window_start + row), 0).to(tl.int32)
-    end = tl.load(window_end + row).to(tl.int32)
-    place = q + row * q_row_stride + head[:, None] * q_head_stride + column[None, :] * q_stride
-    query = tl.load(place, mask=is_head[:, None], other=0.0)
-
-    # Shares are powers of two of what is above the highest score. A sink is a score without a key, and so no maximum is
-    # ever minus infinity; its own share counts once.
+    queries = q + row * q_row_stride + head[:, None] * q_head_stride + column[None, :] * q_stride
+    # Shares are powers of two.
     sink = tl.load(sinks + head, mask=is_head, other=0.0) * 1.4426950408889634
-    highest = tl.maximum(sink, -1e30)
-    total = tl.where(split == 0, tl.exp2(sink - highest), 0.0)
-    weighted = tl.zeros((HEADS, D), tl.float32)
-
-    window_tiles = tl.cdiv(tl.maximum(end + 1 - start, 0), KEYS)
-    index_tiles: tl.constexpr = (NUM_INDICES + KEYS - 1) // KEYS
-    first_tile = (window_tiles + index_tiles) * split // SPLITS
-    last_tile = (window_tiles + index_tiles) * (split + 1) // SPLITS
-    window_table += owner * window_table_row_stride
-    for tile in range(first_tile, tl.minimum(last_tile, window_tiles)):
-        entry = start + tile * KEYS + tl.arange(0, KEYS)
-        valid = entry <= end
-        offset = entry_offset(
-            window_table,
-            window_table_stride,
-            entry,
-            valid,
-            window_page_size,
+    if part == 0:
+        start = tl.maximum(tl.load(window_start + row), 0).to(tl.int32)
+        end = tl.load(window_end + row).to(tl.int32) + 1
+        weighted, total, highest = _attend_to_keys(
+            queries,
+            is_head,
+            sink,
+            scale,
+            window_pages,
+            window_table + owner * window_table_row_stride,
+            indices,
+            start,
+            end,
+            end,
             window_page_stride,
             window_entry_stride,
+            window_byte_stride,
+            window_page_size,
+            window_table_stride,
+            index_stride,
+            D,
+            KEYS,
+            HEADS,
+            True,
+            WINDOW_GROUP,
+            WINDOW_ALIGN,
         )
-        keys = _window_keys(window_pages, offset, valid, window_byte_stride, D, KEYS, MXFP8_GROUP)
-        weighted, total, highest = _add_keys(query, keys, valid, scale, weighted, total, highest, HEADS, KEYS)
-    if NUM_INDICES > 0:
-        compressed_table += owner * compressed_table_row_stride
-        indices += row * index_row_stride
-        for tile in range(tl.maximum(first_tile, window_tiles) - window_tiles, last_tile - window_tiles):
-            number = tile * KEYS + tl.arange(0, KEYS)
-            entry = tl.load(indices + number * index_stride, mask=number < NUM_INDICES, other=-1).to(tl.int32)
-            valid = entry >= 0
-            offset = entry_offset(
-                compressed_table,
-                compressed_table_stride,
-                entry,
-                valid,
-                compressed_page_size,
-                compressed_page_stride,
-                compressed_entry_stride,
-            )
-            keys = _compressed_keys(
-                compressed_pages, offset, valid, compressed_byte_stride, D, KEYS, FP4_GROUP
-            )
-            weighted, total, highest = _add_keys(
-                query, keys, valid, scale, weighted, total, highest, HEADS, KEYS
-            )
-
-    if SPLITS == 1:
-        place = out + (row * num_heads + head)[:, None] * D + column[None, :]
-        tl.store(place, to_bfloat16(weighted / total[:, None]), mask=is_head[:, None])
-    else:
-        part = (row * SPLITS + split) * num_heads + head
-        tl.store(partial + part[:, None] * D + column[None, :], weighted, mask=is_head[:, None])
-        tl.store(totals + part, total, mask=is_head)
-        tl.store(highests + part, highest, mask=is_head)
+        total += tl.exp2(sink - highest)
+        if PARTS == 1:
+            place = out + (row * num_heads + head)[:, None] * D + column[None, :]
+            tl.store(place, to_bfloat16(weighted / total[:, None]), mask=is_head[:, None])
+        else:
+            number = row * PARTS * num_heads + head
+            tl.store(partial + number[:, None] * D + column[None, :], weighted, mask=is_head[:, None])
+            tl.store(totals + number, total, mask=is_head)
+            tl.store(highests + number, highest, mask=is_head)
+    elif PARTS > 1:
+        num_tiles = tl.cdiv(num_indices, KEYS)
+        weighted, total, highest = _attend_to_keys(
+            queries,
+            is_head,
+            sink,
+            scale,
+            compressed_pages,
+            compressed_table + owner * compressed_table_row_stride,
+            indices + row * index_row_stride,
+            num_tiles * (part - 1) // (PARTS - 1) * KEYS,
+            num_tiles * part // (PARTS - 1) * KEYS,
+            num_indices,
+            compressed_page_stride,
+            compressed_entry_stride,
+            compressed_byte_stride,
+            compressed_page_size,
+            compressed_table_stride,
+            index_stride,
+            D,
+            KEYS,
+            HEADS,
+            False,
+            COMPRESSED_GROUP,
+            COMPRESSED_ALIGN,
+        )
+        number = (row * PARTS + part) * num_heads + head
+        tl.store(partial + number[:, None] * D + column[None, :], weighted, mask=is_head[:, None])
+        tl.store(totals + number, total, mask=is_head)
+        tl.store(highests + number, highest, mask=is_head)
 
 
 @triton.jit
-def _add_parts(out, partial, totals, highests, num_heads, SPLITS: tl.constexpr, D: tl.constexpr):
+def _add_parts(out, partial, totals, highests, num_heads, PARTS: tl.constexpr, D: tl.constexpr):
     """The parts of one head of one row, added in their order."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, D)
-    first = row * SPLITS * num_heads + head
+    first = row * PARTS * num_heads + head
     highest = tl.load(highests + first)
-    for split in tl.static_range(1, SPLITS):
-        highest = tl.maximum(highest, tl.load(highests + first + split * num_heads))
+    for part in tl.static_range(1, PARTS):
+        highest = tl.maximum(highest, tl.load(highests + first + part * num_heads))
     total = 0.0
     weighted = tl.zeros((D,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        part = first + split * num_heads
-        grow = tl.exp2(tl.load(highests + part) - highest)
-        total += tl.load(totals + part) * grow
-        weighted += tl.load(partial + part * D + column) * grow
+    for part in tl.static_range(PARTS):
+        number = first + part * num_heads
+        grow = tl.exp2(tl.load(highests + number) - highest)
+        total += tl.load(totals + number) * grow
+        weighted += tl.load(partial + number * D + column) * grow
     tl.store(out + (row * num_heads + head) * D + column, to_bfloat16(weighted / total))
