@@ -72,7 +72,15 @@ def num_splits(k: int) -> int:
 
 
 def tiling(n: int, m: int, groups: int, splits: int) -> tuple[Tiling, bool]:
-    """The tiling for ``n`` rows and ``m`` outputs in each group, and whether each part gets its own program."""
+    """The tiling for ``n`` rows and ``m`` outputs in each group, and whether each part gets its own program.
+
+    The interpreter rounds once per step, where a matrix unit does whatever the step is: there all have the same.
+    """
+    tile, separate = _tiling(n, m, groups, splits)
+    return tile._replace(step=128) if INTERPRETED.value else tile, separate
+
+
+def _tiling(n: int, m: int, groups: int, splits: int) -> tuple[Tiling, bool]:
     if n <= 64:
         tile = _FEW[max(16, triton.next_power_of_2(n))]
         return tile, splits > 1 and groups * triton.cdiv(m, tile.outputs) < 2 * _FULL

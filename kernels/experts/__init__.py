@@ -2,7 +2,7 @@
 
 from deepinfer_plugins.core.target import Arch
 from deepinfer_plugins.kernels.registry import register
-from deepinfer_plugins.kernels.spec import Bitwise, Provider
+from deepinfer_plugins.kernels.spec import Bitwise, Provider, Within
 
 register(
     Provider(
@@ -12,5 +12,17 @@ register(
         archs=frozenset(Arch),
         batch_invariant=True,
         agrees=Bitwise(),
+    )
+)
+# Behind torch until a run on each of these chips is on record.
+register(
+    Provider(
+        op="experts",
+        name="triton",
+        path="deepinfer_plugins.kernels.experts.triton:experts",
+        archs=frozenset({Arch.SM90, Arch.SM100}),
+        batch_invariant=True,
+        agrees=Within(atol=2.0**-7, rtol=2.0**-7),
+        needs=("triton",),
     )
 )

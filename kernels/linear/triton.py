@@ -2,8 +2,6 @@
 
 # mypy: ignore-errors
 
-from __future__ import annotations
-
 import torch
 
 from deepinfer_plugins.kernels.triton_matmul import matmul

@@ -2,8 +2,6 @@
 
 # mypy: ignore-errors
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

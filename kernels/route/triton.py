@@ -2,8 +2,6 @@
 
 # mypy: ignore-errors
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,0 +1,329 @@
+"""``experts``: rows grouped by expert in blocks, then two products, with sums in float32.
+
+Decoded operands are bfloat16, which holds e2m1 and e4m3 times a power of two exactly. A byte of a weight has two
+columns: the even ones of a step are multiplied first, then the odd ones, and rows have their even columns in front.
+A row's sums run from the first step to the last whatever block it is in, so its bits are its own; the weighted,
+clamped SwiGLU and its cast to MXFP8 are done where the first product ends.
+"""
+
+# mypy: ignore-errors
+
+import torch
+import triton
+import triton.language as tl
+
+from deepinfer_plugins.kernels.mxfp8_cast.triton import quantise_mxfp8
+from deepinfer_plugins.kernels.swiglu_and_cast.triton import swiglu
+from deepinfer_plugins.kernels.triton_formats import decode_e4m3, decode_ue8m0, to_bfloat16
+from deepinfer_plugins.kernels.triton_matmul import dot
+
+# Rows at a time: what bounds the workspace.
+_AT_ONCE = 8192
+
+# Outputs of a program, and bytes of a weight's row in a step: two columns each.
+_OUTPUTS = 64
+_STEP = 64
+
+# Pairs of row and place that are looked at together.
+_PAIRS = 2048
+
+
+def experts(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scales: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scales: torch.Tensor,
+    first_expert: int,
+    limit: float,
+) -> torch.Tensor:
+    """As the reference, but for the precision of sums."""
+    n, topk = ids.shape
+    out = torch.empty(n, topk, values.shape[1], dtype=torch.bfloat16, device=values.device)
+    for start in range(0, n, _AT_ONCE):
+        part = slice(start, start + _AT_ONCE)
+        rows = (tensor[part].contiguous() for tensor in (values.view(torch.uint8), scales, ids, weights))
+        _experts(out[part], *rows, w13, w13_scales, w2, w2_scales, first_expert, limit)
+    return out
+
+
+def block_size(num_pairs: int, num_experts: int) -> int:
+    """Rows of a block: about as many as an expert gets. Changes no bit of the result."""
+    mean = triton.cdiv(num_pairs, num_experts)
+    return min(max(triton.next_power_of_2(mean), 16), 128)
+
+
+def _experts(out, values, scales, ids, weights, w13, w13_scales, w2, w2_scales, first_expert, limit) -> None:
+    n, topk = ids.shape
+    num_experts, k, d = w2.shape[0], w2.shape[1], w2.shape[2] * 2
+    num_pairs, device = n * topk, out.device
+    rows = block_size(num_pairs, num_experts)
+    # Every expert that has a pair may leave all but one slot of its last block empty.
+    num_blocks = (num_pairs + (rows - 1) * min(num_pairs, num_experts)) // rows
+    counts = torch.empty(num_experts, dtype=torch.int32, device=device)
+    owners = torch.empty(num_blocks, dtype=torch.int32, device=device)
+    pairs = torch.empty(num_blocks * rows, dtype=torch.int32, device=device)
+    block = min(_PAIRS, triton.next_power_of_2(num_pairs))
+    _count[(num_experts,)](counts, ids, num_pairs, first_expert, BLOCK=block)
+    _place[(num_experts,)](
+        pairs,
+        owners,
+        counts,
+        ids,
+        num_pairs,
+        num_experts,
+        num_blocks,
+        first_expert,
+        ROWS=rows,
+        BLOCK=block,
+        EXPERTS=triton.next_power_of_2(num_experts),
+    )
+    x = torch.empty(n, k, dtype=torch.bfloat16, device=device)
+    size = n * k // 32
+    _decode_halves[(triton.cdiv(size, 64),)](x, values, scales, size, k, BLOCK=64)
+    hidden = torch.empty(num_blocks * rows, d, dtype=torch.bfloat16, device=device)
+    launch = {
+        "OUTPUTS": _OUTPUTS,
+        "ROWS": rows,
+        "STEP": _STEP,
+        "num_warps": 8 if rows >= 64 else 4,
+        "num_stages": 4,
+    }
+    _gate_up[(triton.cdiv(d, _OUTPUTS), num_blocks)](
+        hidden,
+        x,
+        weights,
+        *_words(w13, w13_scales, k),
+        pairs,
+        owners,
+        k,
+        d,
+        topk,
+        LIMIT=float(limit),
+        WHOLE=k % 128 == 0,
+        **launch,
+    )
+    _down[(triton.cdiv(k, _OUTPUTS), num_blocks)](
+        out, hidden, *_words(w2, w2_scales, d), pairs, owners, k, d, WHOLE=d % 128 == 0, **launch
+    )
+    _clear[(num_pairs,)](out, ids, k, first_expert, num_experts, BLOCK=1024)
+
+
+def _words(weight, scales, width):
+    """A weight and its scales, in words of four if a row has whole words of them."""
+    return weight.contiguous(), scales.view(torch.int32) if width % 128 == 0 else scales
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _count(counts, ids, num_pairs, first_expert, BLOCK: tl.constexpr):
+    """Pairs of each expert."""
+    expert = tl.program_id(0)
+    found = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, num_pairs, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        local = tl.load(ids + pair, mask=pair < num_pairs, other=-1) - first_expert
+        found += ((local == expert) & (pair < num_pairs)).to(tl.int32)
+    tl.store(counts + expert, tl.sum(found, axis=0))
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
+def _place(
+    pairs,
+    owners,
+    counts,
+    ids,
+    num_pairs,
+    num_experts,
+    num_blocks,
+    first_expert,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """Fill the blocks of an expert with its pairs, in order; -1 where a block has none, or a slot."""
+    expert = tl.program_id(0)
+    other = tl.arange(0, EXPERTS)
+    needed = (tl.load(counts + other, mask=other < num_experts, other=0) + (ROWS - 1)) // ROWS
+    first = tl.sum(tl.where(other < expert, needed, 0), axis=0)
+    own = tl.sum(tl.where(other == expert, needed, 0), axis=0)
+    for start in range(0, own, 64):
+        block = start + tl.arange(0, 64)
+        tl.store(owners + first + block, tl.zeros((64,), tl.int32) + expert, mask=block < own)
+    if expert == 0:
+        for start in range(tl.sum(needed, axis=0), num_blocks, 64):
+            block = start + tl.arange(0, 64)
+            tl.store(owners + block, tl.full((64,), -1, tl.int32), mask=block < num_blocks)
+    before = 0
+    for start in range(0, num_pairs, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        local = tl.load(ids + pair, mask=pair < num_pairs, other=-1) - first_expert
+        mine = ((local == expert) & (pair < num_pairs)).to(tl.int32)
+        slot = first * ROWS + before + tl.cumsum(mine, axis=0) - mine
+        tl.store(pairs + slot, pair, mask=mine > 0)
+        before += tl.sum(mine, axis=0)
+    rest = before + tl.arange(0, ROWS)
+    tl.store(pairs + first * ROWS + rest, tl.full((ROWS,), -1, tl.int32), mask=rest < own * ROWS)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _decode_halves(out, values, scales, size, k, BLOCK: tl.constexpr):
+    """Decode ``size`` groups of 32 of MXFP8 rows of ``k``; a row's even columns come first."""
+    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    present = group < size
+    lane = tl.arange(0, 32)[None, :]
+    codes = tl.load(values + group * 32 + lane, mask=present, other=0)
+    wide = decode_e4m3(codes) * decode_ue8m0(tl.load(scales + group, mask=present, other=0))
+    row = group // (k // 32)
+    place = row * k + (group % (k // 32)) * 16 + lane // 2 + lane % 2 * (k // 2)
+    tl.store(out + place, to_bfloat16(wide), mask=present)
+
+
+@triton.jit
+def _decode_e2m1(codes):
+    """Float32 values of e2m1 codes, integers below 16."""
+    # Its bits in their places of a float32 are the number times 2^-126: e2m1's bias is 1, float32's 127.
+    wide = codes.to(tl.int32)
+    return ((wide & 7) << 22 | (wide & 8) << 28).to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def _load_mxfp4(weight, scales, start, width, WHOLE: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr):
+    """Even and odd columns, bfloat16 ``[OUTPUTS, STEP]`` each, of MXFP4 rows from byte ``start`` on.
+
+    Args:
+        weight: Pointers to the rows, ``[OUTPUTS, 1]``.
+        scales: Pointers to the rows' scales, ``[OUTPUTS]``; if ``WHOLE``, to words of four.
+        start: A multiple of ``STEP``.
+        width: Bytes of a row.
+        WHOLE: Whether ``width`` is a multiple of 64.
+        OUTPUTS: Rows.
+        STEP: Bytes, a power of two from 16 to 64.
+    """
+    byte = start + tl.arange(0, STEP)[None, :]
+    group = start // 16 + tl.arange(0, STEP // 16)[None, :]
+    if WHOLE:
+        codes = tl.load(weight + byte)
+        powers = tl.load(scales + start // 64)[:, None] >> (group % 4 * 8) & 0xFF
+    else:
+        codes = tl.load(weight + byte, mask=byte < width, other=0)
+        powers = tl.load(scales[:, None] + group, mask=group * 16 < width, other=0)
+    factor = decode_ue8m0(powers)[:, :, None]
+    even = tl.reshape(_decode_e2m1(codes & 15), (OUTPUTS, STEP // 16, 16)) * factor
+    odd = tl.reshape(_decode_e2m1(codes >> 4), (OUTPUTS, STEP // 16, 16)) * factor
+    return to_bfloat16(tl.reshape(even, (OUTPUTS, STEP))), to_bfloat16(tl.reshape(odd, (OUTPUTS, STEP)))
+
+
+@triton.jit
+def _load_half(x, start, half, WHOLE: tl.constexpr, STEP: tl.constexpr):
+    column = start + tl.arange(0, STEP)[None, :]
+    if WHOLE:
+        return tl.load(x + column)
+    else:
+        return tl.load(x + column, mask=column < half, other=0.0)
+
+
+@triton.jit
+def _gate_up(
+    hidden,
+    x,
+    weights,
+    w13,
+    w13_scales,
+    pairs,
+    owners,
+    k,
+    d,
+    topk,
+    LIMIT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Bfloat16 values of ``cast(swiglu(w13 x) * weight)``, even columns first, for a block of one expert's rows."""
+    expert = tl.load(owners + tl.program_id(1)).to(tl.int64)
+    if expert < 0:
+        return
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    slot = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    # Empty slots compute with the first row, and nobody reads their result.
+    pair = tl.maximum(tl.load(pairs + slot), 0)
+    half = k // 2
+    gate_row = expert * 2 * d + tl.minimum(output, d - 1)
+    scale_stride = k // (128 if WHOLE else 32)
+    gate_weight = w13 + gate_row[:, None] * half
+    gate_scales = w13_scales + gate_row * scale_stride
+    up_weight = gate_weight + d.to(tl.int64) * half
+    up_scales = gate_scales + d * scale_stride
+    x += (pair // topk).to(tl.int64)[:, None] * k
+
+    gate = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    up = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for start in range(0, half, STEP):
+        x_even = tl.trans(_load_half(x, start, half, WHOLE, STEP))
+        x_odd = tl.trans(_load_half(x + half, start, half, WHOLE, STEP))
+        gate_even, gate_odd = _load_mxfp4(gate_weight, gate_scales, start, half, WHOLE, OUTPUTS, STEP)
+        gate = dot(gate_even, x_even, gate)
+        gate = dot(gate_odd, x_odd, gate)
+        up_even, up_odd = _load_mxfp4(up_weight, up_scales, start, half, WHOLE, OUTPUTS, STEP)
+        up = dot(up_even, x_even, up)
+        up = dot(up_odd, x_odd, up)
+    inner = swiglu(to_bfloat16(gate).to(tl.float32), to_bfloat16(up).to(tl.float32), LIMIT)
+    inner = inner * tl.load(weights + pair).to(tl.float64)[None, :]
+    by_group = tl.reshape(tl.trans(inner.to(tl.float32)), (ROWS * OUTPUTS // 32, 32))
+    codes, powers = quantise_mxfp8(by_group)
+    values = decode_e4m3(codes.to(tl.uint8)) * decode_ue8m0(powers)[:, None]
+    place = hidden + slot[:, None] * d + (output // 2 + output % 2 * (d // 2))[None, :]
+    tl.store(place, to_bfloat16(tl.reshape(values, (ROWS, OUTPUTS))), mask=(output < d)[None, :])
+
+
+@triton.jit
+def _down(
+    out,
+    hidden,
+    w2,
+    w2_scales,
+    pairs,
+    owners,
+    k,
+    d,
+    WHOLE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """``w2`` times the rows of a block, written to where their pairs are."""
+    expert = tl.load(owners + tl.program_id(1)).to(tl.int64)
+    if expert < 0:
+        return
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    slot = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    pair = tl.load(pairs + slot)
+    half = d // 2
+    weight_row = expert * k + tl.minimum(output, k - 1)
+    weight = w2 + weight_row[:, None] * half
+    scales = w2_scales + weight_row * (d // (128 if WHOLE else 32))
+    hidden += slot[:, None] * d
+
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for start in range(0, half, STEP):
+        even, odd = _load_mxfp4(weight, scales, start, half, WHOLE, OUTPUTS, STEP)
+        total = dot(even, tl.trans(_load_half(hidden, start, half, WHOLE, STEP)), total)
+        total = dot(odd, tl.trans(_load_half(hidden + half, start, half, WHOLE, STEP)), total)
+    place = out + pair.to(tl.int64)[None, :] * k + output[:, None]
+    tl.store(place, to_bfloat16(total), mask=(output < k)[:, None] & (pair >= 0)[None, :])
+
+
+@triton.jit
+def _clear(out, ids, k, first_expert, num_experts, BLOCK: tl.constexpr):
+    """Zeros for a pair whose expert does not live here."""
+    pair = tl.program_id(0).to(tl.int64)
+    local = tl.load(ids + pair) - first_expert
+    if (local >= 0) & (local < num_experts):
+        return
+    for start in range(0, k, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        tl.store(out + pair * k + column, tl.zeros((BLOCK,), tl.bfloat16), mask=column < k)
