@@ -115,7 +115,7 @@ def cancelling(op: str, device: torch.device, num_rows: int, k: int = 2048) -> C
         return Case(args, rows=("x",))
     groups = 2 if op == "mxfp8_grouped_linear" else 1
     values, scales = mxfp8_cast(draw.normal(num_rows, groups, k // 2))
-        weight, weight_scales = draw.e4m3(groups * 32, k // 2), draw.scales(groups, k // 64)
+    weight, weight_scales = draw.e4m3(groups * 32, k // 2), draw.scales(groups, k // 64)
     negative = (weight.view(torch.uint8) ^ 0x80).view(weight.dtype)
     args = {
         "values": torch.cat([values.view(torch.uint8)] * 2, 2).view(values.dtype),
