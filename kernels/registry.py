@@ -69,6 +69,11 @@ def choose(op: str, want: Want) -> Choice:
             passed_over[provider.name] = f"{variable}={forced}"
         elif why := provider.refusal(want):
             passed_over[provider.name] = why
+        elif want.batch_invariant and want.arch in provider.unchecked and not forced:
+            passed_over[provider.name] = (
+                f"not run on hardware: batch invariance unchecked on {want.arch.value}; "
+                f"{variable}={provider.name} takes it all the same"
+            )
         elif chosen is None:
             chosen = provider
         else:

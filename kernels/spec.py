@@ -37,6 +37,8 @@ class Provider:
             the other rows hold and however many there are.
         agrees: How near it is to the operator's reference.
         needs: Importable modules without which it can't run.
+        unchecked: Chips it is built for on which no run has shown that its rows depend on nothing else. In invariant
+            mode it serves there only if asked for by name.
     """
 
     op: str
@@ -46,6 +48,7 @@ class Provider:
     batch_invariant: bool
     agrees: Bitwise | Within
     needs: tuple[str, ...] = ()
+    unchecked: frozenset[Arch] = frozenset()
 
     def refusal(self, want: Want) -> str:
         """Why it can't serve ``want``; empty if it can."""

@@ -1,5 +1,6 @@
 """The shared tests themselves: providers that are wrong on purpose are caught."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -52,6 +53,21 @@ def test_a_provider_that_disagrees_is_caught(device: torch.device) -> None:
     case = _Cases().case(Draw(device), 23, "bfloat16")
     with pytest.raises(AssertionError, match="rms_norm by wrong, result 0: first difference"):
         check_agreement(wrong, case)
+
+
+def test_an_unchecked_claim_of_invariance_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = registry.choose("rms_norm", Want(Arch.CPU)).provider
+    new = dataclasses.replace(
+        kept, name="new", archs=frozenset({Arch.SM100, Arch.SM90}), unchecked=frozenset({Arch.SM100})
+    )
+    monkeypatch.setattr(registry, "_PROVIDERS", {"rms_norm": {"new": new, kept.name: kept}})
+    chosen = registry.choose("rms_norm", Want(Arch.SM100))
+    assert chosen.provider == kept
+    assert "unchecked on sm100; DEEPINFER_PLUGINS_RMS_NORM=new" in chosen.passed_over["new"]
+    assert registry.choose("rms_norm", Want(Arch.SM100, batch_invariant=False)).provider == new
+    assert registry.choose("rms_norm", Want(Arch.SM90)).provider == new
+    monkeypatch.setenv("DEEPINFER_PLUGINS_RMS_NORM", "new")
+    assert registry.choose("rms_norm", Want(Arch.SM100)).provider == new
 
 
 def test_every_operator_is_in_the_catalogue_and_tested() -> None:
