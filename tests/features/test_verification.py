@@ -8,6 +8,8 @@ import random
 import pytest
 import torch
 
+from deepinfer_plugins.evaluation import distribution
+from deepinfer_plugins.evaluation.distribution import draw_pairs
 from deepinfer_plugins.features import sampling
 from deepinfer_plugins.features.sampling import Rows, SamplingParams, SamplingState
 from deepinfer_plugins.features.verification import verify
@@ -199,52 +201,26 @@ def many(n: int, verify: str, **params) -> SamplingState:
 @pytest.mark.parametrize("way", ["coupling", "rejection"])
 @pytest.mark.parametrize("params", [{"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9, "top_k": 5}])
 def test_pairs_of_tokens_have_the_targets_distribution(way: str, params: dict[str, float]) -> None:
-    """Two drafts and the tokens after them: the joint distribution of the first two tokens, exactly."""
-    n, vocab = 100_000, 7
-    generator = torch.Generator().manual_seed(1)
-    target = torch.randn(3, vocab, vocab, generator=generator)
-    draft = target + 0.8 * torch.randn(3, vocab, vocab, generator=generator)
-    state = many(n, way, **params)
-    slots, last = torch.arange(n), torch.zeros(n, dtype=torch.int64)
-
-    sampler = state.draft_sampler(slots, torch.full((n,), 1))
-    first = sampler(draft[0, last], 0)
-    second = sampler(draft[1, first], 1)
-    # The request's rows: no draft, one, two.
-    prefix = torch.full((n, 3, 2), -1)
-    prefix[:, 1, 0], prefix[:, 2, 0], prefix[:, 2, 1] = first, first, second
-    logits = torch.stack([target[0, last], target[1, first], target[2, second]], dim=1)
-    positions = torch.tensor([1, 2, 3]).repeat(n)
-    rows = Rows(slots.repeat_interleave(3), positions, prefix.flatten(0, 1))
-    verified = verify(state, logits.flatten(0, 1), rows, torch.arange(n + 1) * 3)
-
-    # A request that kept nothing samples its second token in another step.
-    tokens = verified.tokens[:, :2].clone()
-    again = Rows(slots, torch.full((n,), 2), torch.zeros(n, 0, dtype=torch.int64))
-    later = state.sample(target[1, tokens[:, 0]], again).tokens
-    tokens[:, 1] = torch.where(tokens[:, 1] < 0, later, tokens[:, 1])
-
-    one = state.log_probs(target[0, :1], slots[:1])[0].double().exp()
-    two = state.log_probs(target[1], slots[:vocab]).double().exp()
-    expected = (n * one[:, None] * two).flatten()
-    seen = (tokens[:, 0] * vocab + tokens[:, 1]).bincount(minlength=vocab * vocab).double()
-    possible = expected > 0
-    assert seen[~possible].sum() == 0
-    freedom = int(possible.sum()) - 1
-    statistic = ((seen - expected)[possible] ** 2 / expected[possible]).sum().item()
-    assert statistic < freedom + 6 * math.sqrt(2 * freedom)
-
+    fit = draw_pairs(way, 100_000, torch.device("cpu"), **params)
+    assert fit.fits, fit
     # Rejection keeps as many first drafts as any scheme can, coupling fewer.
-    drafted = state.log_probs(draft[0, :1], slots[:1])[0].double().exp()
-    best = torch.minimum(one, drafted).sum().item()
-    kept = (verified.num_accepted > 0).double().mean().item()
     if way == "rejection":
-        assert kept == pytest.approx(best, abs=0.01)
-        assert verified.overlap.view(n, 3)[0, 0].item() == pytest.approx(best, abs=1e-3)
-        assert verified.overlap.view(n, 3)[:, 2].isnan().all()
+        assert fit.kept == pytest.approx(fit.most, abs=0.01)
+        assert fit.overlap == pytest.approx(fit.most, abs=1e-3)
     else:
-        assert 0.75 * best < kept < best + 0.005
-        assert verified.overlap.isnan().all()
+        assert 0.75 * fit.most < fit.kept < fit.most + 0.005 and math.isnan(fit.overlap)
+
+
+def test_a_wrong_distribution_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that are always kept."""
+
+    def keep_all(state, logits, rows, offsets):
+        verified = verify(state, logits, rows, offsets)
+        drafts = rows.prefix.unflatten(0, (-1, 3))[:, 2]
+        return verified._replace(tokens=torch.cat([drafts, verified.tokens[:, 2:]], 1))
+
+    monkeypatch.setattr(distribution, "verify", keep_all)
+    assert not draw_pairs("coupling", 20_000, torch.device("cpu")).fits
 
 
 def test_rejection_keeps_only_drafts_that_it_recorded() -> None:
