@@ -14,3 +14,15 @@ register(
         agrees=Bitwise(),
     )
 )
+# Behind torch until a run on each of these chips is on record.
+register(
+    Provider(
+        op="index_select",
+        name="triton",
+        path="deepinfer_plugins.kernels.index_select.triton:index_select",
+        archs=frozenset({Arch.SM90, Arch.SM100}),
+        batch_invariant=True,
+        agrees=Bitwise(),
+        needs=("triton",),
+    )
+)
