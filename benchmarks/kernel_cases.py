@@ -14,7 +14,7 @@ import torch
 
 from deepinfer_plugins.model.config import ModelConfig
 
-MODULES = ("dense_cases",)
+MODULES = ("dense_cases", "attention_cases")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class KernelCase:
         num_flops: Multiplications and additions, for a number of tokens.
         rival: Its name, and what makes a call of it from the operator's arguments; preparations are not timed.
         most_tokens: More are not measured.
-        written: For an operator that writes in place and returns nothing: the names of those arguments.
+        written: For an operator that writes records at ``slots`` and returns nothing: the names of their pages.
     """
 
     op: str
