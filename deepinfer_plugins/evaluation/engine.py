@@ -28,7 +28,7 @@ from deepinfer_plugins.platforms.chip import Chip
 from deepinfer_plugins.platforms.cpu import CPU
 
 MAX_DEPTH = 8
-# Prompt rows of one step: enough that what a step costs whatever its size no longer counts.
+# Prompt rows of one step, unless told: enough that what a step costs whatever its size no longer counts.
 PROMPT_ROWS = 512
 GREEDY = SamplingParams(seed=0, temperature=0)
 
@@ -52,9 +52,16 @@ class Verification:
 
 @dataclass(slots=True)
 class Generated:
-    """What a prompt became."""
+    """What a prompt became.
+
+    Args:
+        token_ids: The new tokens.
+        log_probs: Of each, natural, under the model's own logits, if asked for.
+        verifications: Of its drafts.
+    """
 
     token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
     verifications: list[Verification] = field(default_factory=list)
 
 
@@ -89,6 +96,7 @@ class ReferenceEngine:
         max_positions: Tokens of a sequence, at most; there is a page of that size for each request.
         max_requests: Requests that run at once.
         progress: Whether to show a bar while weights are read.
+        prompt_rows: Rows of prompts in one step, at most.
 
     Raises:
         ValueError: The checkpoint is not one that the model can run; the message says why.
@@ -101,11 +109,12 @@ class ReferenceEngine:
         max_positions: int = 1024,
         max_requests: int = 8,
         progress: bool = False,
+        prompt_rows: int = PROMPT_ROWS,
     ) -> None:
         checkpoint = Checkpoint.open(folder)
         self.config = checkpoint.config
         self.device = torch.device(chip.torch_device)
-        self.max_positions, self.max_requests = max_positions, max_requests
+        self.max_positions, self.max_requests, self.prompt_rows = max_positions, max_requests, prompt_rows
         self.model = DeepseekV41(
             self.config,
             load_ops(Want(chip.arch)),
@@ -147,7 +156,7 @@ class ReferenceEngine:
             request = _Request(0, list(sequence), len(sequence), Generated())
             hidden = []
             while request.computed < len(request.tokens):
-                rows = request.tokens[request.computed :][:PROMPT_ROWS]
+                rows = request.tokens[request.computed :][: self.prompt_rows]
                 hidden.append(self._forward([(request, rows)], with_draft=False))
                 request.computed += len(rows)
                 on_tokens(len(rows))
@@ -164,6 +173,7 @@ class ReferenceEngine:
         sampling: Sequence[SamplingParams] | None = None,
         stop: Sequence[int] = (),
         on_tokens: Callable[[int], None] = lambda count: None,
+        log_probs: bool = False,
     ) -> list[Generated]:
         """Continue every prompt. The tokens do not depend on ``depth``, but where drafts are verified by rejection.
 
@@ -174,6 +184,7 @@ class ReferenceEngine:
             sampling: How tokens are chosen, for each prompt; None: greedily.
             stop: Tokens that end a text; they belong to it.
             on_tokens: Told how many more tokens are there.
+            log_probs: Whether to tell those of the new tokens.
         """
         if not 0 <= depth <= MAX_DEPTH:
             raise ValueError(f"depth is {depth}; it must be 0 to {MAX_DEPTH}")
@@ -184,7 +195,7 @@ class ReferenceEngine:
         sampling = [GREEDY] * len(prompts) if sampling is None else sampling
         results = [Generated() for _ in prompts]
         waiting = deque(zip(prompts, sampling, results, strict=True))
-        state = SamplingState(self.max_requests, self.config.vocab_size, self.device)
+        state = SamplingState(self.max_requests, self.config.vocab_size, self.device, self.model.ops)
         free = list(range(self.max_requests))
         running: list[_Request] = []
         while waiting or running:
@@ -194,7 +205,7 @@ class ReferenceEngine:
                 state.add(request.slot, params, prompt)
                 running.append(request)
             before = sum(len(request.tokens) for request in running)
-            self._step(running, state, depth, frozenset(stop))
+            self._step(running, state, depth, frozenset(stop), log_probs)
             on_tokens(sum(len(request.tokens) for request in running) - before)
             for request in running:
                 if _ended(request, stop):
@@ -206,11 +217,16 @@ class ReferenceEngine:
     # -- A step --
 
     def _step(
-        self, running: Sequence[_Request], state: SamplingState, depth: int, stop: frozenset[int]
+        self,
+        running: Sequence[_Request],
+        state: SamplingState,
+        depth: int,
+        stop: frozenset[int],
+        log_probs: bool,
     ) -> None:
         """Compute some tokens of every request, and choose new ones where all are computed."""
         plan: list[tuple[_Request, list[int]]] = []
-        room = PROMPT_ROWS
+        room = self.prompt_rows
         for request in running:
             rows = request.tokens[request.computed :]
             if len(rows) > 1:
@@ -230,7 +246,7 @@ class ReferenceEngine:
                 kept.append(hidden[end - len(request.drafts) - 1 : end])
         if not chosen:
             return
-        self._choose(chosen, torch.cat(kept), state, depth, stop)
+        self._choose(chosen, self.model.logits(torch.cat(kept)), state, depth, stop, log_probs)
         going_on = [request for request in chosen if not _ended(request, stop)]
         if depth and going_on:
             self._draft(going_on, state, depth)
@@ -257,25 +273,27 @@ class ReferenceEngine:
     def _choose(
         self,
         requests: Sequence[_Request],
-        hidden: torch.Tensor,
+        logits: torch.Tensor,
         state: SamplingState,
         depth: int,
         stop: frozenset[int],
+        log_probs: bool,
     ) -> None:
         """Judge the requests' drafts and append what they and the rows behind them became.
 
         Args:
             requests: All their tokens are computed, and their drafts.
-            hidden: ``[num_rows, hidden]``, of the last token of each and its drafts.
+            logits: fp32 ``[num_rows, vocab]``, of the last token of each and its drafts.
             state: What sampling keeps of them.
             depth: Drafts of a request at most.
             stop: Tokens that end a text.
+            log_probs: Whether to tell those of the new tokens.
         """
         rows = [(request, count) for request in requests for count in range(len(request.drafts) + 1)]
         offsets = [0, *accumulate(len(request.drafts) + 1 for request in requests)]
         judged = verify(
             state,
-            self.model.logits(hidden),
+            logits,
             Rows(
                 self._ints([request.slot for request, _ in rows]),
                 self._ints([len(request.tokens) + count for request, count in rows]),
@@ -284,8 +302,9 @@ class ReferenceEngine:
             self._ints(offsets),
         )
         state.commit(self._ints([request.slot for request in requests]), judged.tokens)
-        for request, tokens, accepted in zip(
-            requests, judged.tokens.tolist(), judged.num_accepted.tolist(), strict=True
+        likely = logits.double().log_softmax(-1) if log_probs else None
+        for first, request, tokens, accepted in zip(
+            offsets[:-1], requests, judged.tokens.tolist(), judged.num_accepted.tolist(), strict=True
         ):
             new = tokens[: accepted + 1]
             kept = next((i for i, token in enumerate(new, 1) if token in stop), len(new))
@@ -299,6 +318,9 @@ class ReferenceEngine:
             request.computed += accepted
             request.tokens += new[:kept]
             request.result.token_ids += new[:kept]
+            if likely is not None:
+                after = self._ints(new[:kept])[:, None]
+                request.result.log_probs += likely[first : first + kept].gather(1, after)[:, 0].tolist()
             request.drafts, request.confidence_logits = [], []
 
     def _draft(self, requests: Sequence[_Request], state: SamplingState, depth: int) -> None:

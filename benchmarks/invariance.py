@@ -1,0 +1,146 @@
+"""The promise without an engine: the whole model, with each set of providers, run in many ways.
+
+The same requests in random orders of arrival, numbers running at once, sizes of a prompt's chunks and depths of
+speculation: tokens and the bits of their log-probabilities must be those of the first run.
+
+Usage: PYTHONPATH=. python benchmarks/invariance.py --out F [--providers torch triton] [--requests 64] [--runs 8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from deepinfer_plugins.core import shipped
+from deepinfer_plugins.core.target import Want
+from deepinfer_plugins.evaluation.engine import Generated, ReferenceEngine
+from deepinfer_plugins.features.sampling import SamplingParams
+from deepinfer_plugins.kernels.catalogue import choices
+from deepinfer_plugins.kernels.registry import operators, providers
+from deepinfer_plugins.platforms.detect import detect
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_p": 0.95},
+    {"temperature": 0.7, "top_k": 40},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"temperature": 0.7, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
+)
+
+
+def prefer(name: str) -> None:
+    """Ask for a provider by name wherever an operator has it."""
+    for op in operators():
+        variable = f"DEEPINFER_PLUGINS_{op.upper()}"
+        os.environ.pop(variable, None)
+        if name in {provider.name for provider in providers(op)}:
+            os.environ[variable] = name
+
+
+def requests(folder: Path, count: int, longest: int) -> list[list[int]]:
+    """Beginnings of held-out documents, of 1 to ``longest`` tokens."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    held = [each for each in shipped.read_documents(shipped.corpus()) if shipped.is_held_out(each.name)]
+    rng = random.Random(0)
+    prompts = []
+    for document in rng.sample(held, count):
+        ids = [0, *tokenizer.encode(document.text[: 4 * longest], add_special_tokens=False).ids]
+        prompts.append(ids[: rng.randint(1, longest)])
+    return prompts
+
+
+def differences(found: list[Generated], want: list[Generated]) -> list[int]:
+    """Requests whose tokens or log-probabilities are others."""
+    return [
+        index
+        for index, (one, other) in enumerate(zip(found, want, strict=True))
+        if one.token_ids != other.token_ids or one.log_probs != other.log_probs
+    ]
+
+
+def run(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
+    prefer(name)
+    chip = detect().chip
+    chosen = {op: choice.provider.name for op, choice in choices(Want(chip.arch)).items()}
+    folder = arguments.model or shipped.default_checkpoint()
+    prompts = requests(folder, arguments.requests, arguments.longest)
+    sampling = [
+        SamplingParams(seed=index * 7919, verify="coupling", **KINDS[index % len(KINDS)])
+        for index in range(len(prompts))
+    ]
+    rng = random.Random(1)
+    first: list[Generated] | None = None
+    record: list[dict[str, Any]] = []
+    # The first way is what the others are held against; then one request at a time, the rest at random.
+    ways = [(16, 512, 0), (1, 512, 0)] + [
+        (rng.choice([2, 8, 32, 64]), rng.choice([7, 64, 512]), rng.choice([0, 1, 5, 8]))
+        for _ in range(arguments.runs)
+    ]
+    for number, (at_once, chunk, depth) in enumerate(ways):
+        order = list(range(len(prompts)))
+        if number > 1:
+            rng.shuffle(order)
+        asked = order[: arguments.alone] if at_once == 1 else order
+        engine = ReferenceEngine(folder, chip, max_requests=at_once, prompt_rows=chunk)
+        started = time.monotonic()
+        done = engine.generate(
+            [prompts[i] for i in asked],
+            arguments.tokens,
+            depth,
+            [sampling[i] for i in asked],
+            log_probs=True,
+        )
+        seconds = time.monotonic() - started
+        new = sum(len(each.token_ids) for each in done)
+        if first is None:
+            first = done
+        different = [asked[i] for i in differences(done, [first[i] for i in asked])]
+        drafts = [each for one in done for each in one.verifications if each.whole]
+        record.append(
+            {
+                "at_once": at_once,
+                "chunk": chunk,
+                "depth": depth,
+                "requests": len(asked),
+                "tokens": new,
+                "tokens_per_second": round(new / seconds, 1),
+                "mean_length": round(1 + sum(d.accepted for d in drafts) / len(drafts), 3)
+                if drafts
+                else None,
+                "different": different,
+            }
+        )
+        print(json.dumps({"providers": name} | record[-1]), flush=True)
+    return {"providers": chosen, "runs": record, "equal": not any(each["different"] for each in record)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--providers", nargs="+", default=["torch"])
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--alone", type=int, default=8, help="of them, also one at a time")
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--longest", type=int, default=200)
+    parser.add_argument("--runs", type=int, default=8)
+    arguments = parser.parse_args()
+    chip = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    record = {"chip": chip, "torch": torch.__version__}
+    with torch.inference_mode():
+        record |= {name: run(arguments, name) for name in arguments.providers}
+    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
