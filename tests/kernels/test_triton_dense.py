@@ -39,6 +39,8 @@ OPERATORS: dict[str, type[Conformance]] = {
 VARIANTS = [(op, variant) for op, tests in OPERATORS.items() for variant in tests.variants]
 SUMS = ["mxfp8_linear", "mxfp8_grouped_linear", "linear"]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Length of a row's part at least. The interpreter, which is slow, gets parts of one step.
+PART = 128 if INTERPRETED else 1024
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +54,11 @@ def chip() -> torch.device:
 
 
 @pytest.fixture
-def matmul() -> Any:
-    return pytest.importorskip("deepinfer_plugins.kernels.triton_matmul")
+def matmul(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the linear layers share, with parts of ``PART``."""
+    module = pytest.importorskip("deepinfer_plugins.kernels.triton_matmul")
+    monkeypatch.setattr(module, "_SPLIT_LENGTH", PART)
+    return module
 
 
 def triton_provider(op: str) -> Provider:
@@ -64,7 +69,7 @@ def check_some_rows(function: Callable[..., Any], case: Case) -> None:
     """Fail unless rows have the same bits alone, in small batches and in another order."""
     together = case.call(function)
     n = case.num_rows
-    orders = [[n - 1], [2], [n // 2, 0], list(range(3, 10)), list(range(n))[::-1], list(range(1, n))]
+    orders = [[n - 1], [n // 2, 0], list(range(2, 9)), list(range(n))[::-1]]
     for rows in orders:
         index = torch.tensor(rows, device=together[0].device)
         for got, want in zip(case.call(function, index), together, strict=True):
@@ -95,14 +100,14 @@ def test_agrees_as_claimed(op: str, variant: str, num_rows: int, chip: torch.dev
 @pytest.mark.parametrize(("op", "variant"), VARIANTS)
 def test_row_does_not_depend_on_the_batch(op: str, variant: str, chip: torch.device) -> None:
     """More rows than a program computes, and as many as other programs compute."""
-    num_rows = 70 if op in SUMS else 35
+    num_rows = 70 if op in SUMS else 20
     check_some_rows(triton_provider(op).load(), OPERATORS[op]().case(Draw(chip, seed=2), num_rows, variant))
 
 
 # ---- sums over long rows ----
 
 
-def cancelling(op: str, device: torch.device, num_rows: int, k: int = 2048) -> Case:
+def cancelling(op: str, device: torch.device, num_rows: int, k: int = 2 * PART) -> Case:
     """Rows whose second half takes away what the first half adds: what is left are the roundings of the sum."""
     draw = Draw(device, seed=7)
     if op == "linear":
@@ -131,8 +136,9 @@ def cancelling(op: str, device: torch.device, num_rows: int, k: int = 2048) -> C
 @pytest.mark.parametrize("op", SUMS)
 def test_long_rows_do_not_depend_on_the_batch(op: str, chip: torch.device, matmul: Any) -> None:
     """Longer than two parts of whole words of scales."""
-    case = cancelling(op, chip, 20 if INTERPRETED else 70, 2048 + 64)
-    assert matmul.num_splits(2048 + 64) == 2
+    k = 2 * PART + 64
+    case = cancelling(op, chip, 20 if INTERPRETED else 70, k)
+    assert matmul.num_splits(k) == 2
     check_some_rows(triton_provider(op).load(), case)
 
 
@@ -185,10 +191,10 @@ def test_decoding_a_part_at_a_time_changes_nothing(
     assert_same_bits(case.call(function)[0], want, "20 rows and 128 outputs at a time")
 
 
-def test_a_fused_projection_has_the_bits_of_its_parts(chip: torch.device) -> None:
-    draw = Draw(chip)
-    values, scales = mxfp8_cast(draw.normal(5, 2048))
-    weight, weight_scales = draw.e4m3(200, 2048), draw.scales(7, 64)
+def test_a_fused_projection_has_the_bits_of_its_parts(chip: torch.device, matmul: Any) -> None:
+    draw, k = Draw(chip), 2 * PART
+    values, scales = mxfp8_cast(draw.normal(5, k))
+    weight, weight_scales = draw.e4m3(200, k), draw.scales(7, k // 32)
     function = triton_provider("mxfp8_linear").load()
     fused = function(values, scales, weight, weight_scales)
     for start, stop in [(0, 64), (64, 200)]:
@@ -213,8 +219,9 @@ def test_a_nan_row_stays_alone(chip: torch.device) -> None:
     assert got[-1].isnan().all() and got[:-1].isfinite().all()
 
 
-def test_the_workspace_is_bounded(matmul: Any) -> None:
+def test_the_workspace_is_bounded() -> None:
     """Sums of parts, for every shape of weight and number of rows: at most 64 MiB."""
+    matmul = pytest.importorskip("deepinfer_plugins.kernels.triton_matmul")
     for k in (256, 1280, 2304, 4096, 5120, 8192, 15360):
         splits = matmul.num_splits(k)
         for m in (1, 32, 384, 1024, 1792, 5120, 32768, 129280):
