@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -44,7 +45,7 @@ def main() -> None:
                     fit = draw_pairs(way, arguments.draws, device, ops, **params)
                 found.append(
                     {"provider": provider, "way": way, "sampling": name}
-                    | asdict(fit)
+                    | {key: None if math.isnan(value) else value for key, value in asdict(fit).items()}
                     | {"limit": fit.limit, "fits": fit.fits}
                 )
                 print(json.dumps(found[-1]), flush=True)

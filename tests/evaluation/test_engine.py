@@ -178,10 +178,20 @@ def test_log_probabilities_are_the_oracles(case: Case) -> None:
         assert torch.allclose(found, want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("depth", [0, 3])
+def test_new_tokens_are_told_with_their_log_probabilities(case: Case, depth: int) -> None:
+    """To the bit: whether a text was the prompt or was generated does not matter."""
+    for prompt, one in zip(
+        case.prompts[:4], case.engine.generate(case.prompts[:4], 6, depth, log_probs=True), strict=True
+    ):
+        (known,) = case.engine.log_probabilities([[*prompt, *one.token_ids]])
+        assert one.log_probs == known[-6:].tolist()
+
+
 def test_long_sequences_are_cut_up(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts that do not fit into a step, and texts scored in pieces."""
     whole = case.engine.log_probabilities([case.prompts[-1]])[0]
-    monkeypatch.setattr("deepinfer_plugins.evaluation.engine.PROMPT_ROWS", 50)
+    monkeypatch.setattr(case.engine, "prompt_rows", 50)
     assert torch.equal(case.engine.log_probabilities([case.prompts[-1]])[0], whole)
     generated = case.engine.generate(case.prompts, 3, 2)
     assert tokens(generated) == [each.token_ids[:3] for each in case.plain]
