@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from deepinfer_plugins.core.testing import assert_same_bits
 from deepinfer_plugins.kernels.registry import NoProvider, choose, providers
 from deepinfer_plugins.kernels.spec import Provider
 
-from .conformance import Conformance, Draw, check_agreement
+from .conformance import Case, Conformance, Draw, check_agreement
 from .test_engram_gate import TestEngramGate as _EngramGate
 from .test_engram_gather import TestEngramGather as _EngramGather
 from .test_engram_hash import TestEngramHash as _EngramHash
@@ -89,14 +91,129 @@ def test_agrees_as_claimed(op: str, variant: str, num_rows: int) -> None:
     check_agreement(triton_provider(op), OPERATORS[op]().case(Draw(CPU), num_rows, variant))
 
 
-@interpreted
-@pytest.mark.parametrize("op, variant", VARIANTS)
-def test_row_does_not_depend_on_the_batch(op: str, variant: str) -> None:
-    """More rows than a program computes; some of them alone, and in another order."""
-    case = OPERATORS[op]().case(Draw(CPU, seed=4), MANY_ROWS.get(op, 7), variant)
-    function = triton_provider(op).load()
+def check_rows(function: Callable[..., Any], case: Case) -> None:
+    """Fail unless some rows have the same bits alone, and in other batches and places."""
     together = case.call(function)
     last = case.num_rows - 1
     for rows in ([last], [2, 0], [last - 1, 1, last // 2, last, 3]):
         for got, want in zip(case.call(function, torch.tensor(rows)), together, strict=True):
-            assert_same_bits(got, want[rows], f"{op}, rows {rows}")
+            assert_same_bits(got, want[rows], f"rows {rows}")
+
+
+def many_rows(op: str, variant: str) -> Case:
+    """More rows than a program computes."""
+    return OPERATORS[op]().case(Draw(CPU, seed=4), MANY_ROWS.get(op, 7), variant)
+
+
+@interpreted
+@pytest.mark.parametrize("op, variant", VARIANTS)
+def test_row_does_not_depend_on_the_batch(op: str, variant: str) -> None:
+    check_rows(triton_provider(op).load(), many_rows(op, variant))
+
+
+def wide_mix() -> Case:
+    """Streams of several parts, the last of which is not whole."""
+    draw, width = Draw(CPU, seed=5), 4 * 336
+    args = many_rows("hc_mix", "4 streams").args
+    args |= {
+        "streams": draw.normal(66, 4, 336),
+        "fn": draw.normal(24, width, dtype=torch.float32, scale=0.05),
+    }
+    return Case(args, rows=("streams",))
+
+
+@interpreted
+def test_streams_of_several_parts() -> None:
+    case = wide_mix()
+    check_agreement(triton_provider("hc_mix"), case)
+    check_rows(triton_provider("hc_mix").load(), case)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "op, constant, other",
+    [("hc_mix", "SPLIT", 320), ("sparse_attention", "KEYS", 64), ("sparse_attention", "INDEX_PARTS", 1)],
+)
+def test_a_split_that_depends_on_the_batch_is_caught(
+    op: str, constant: str, other: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operators that sum in float32. What the others sum in float64 is rounded to the same bits in any order."""
+    module = importlib.import_module(f"deepinfer_plugins.kernels.{op}.triton")
+    usual = getattr(module, constant)
+
+    def mutant(**args: Any) -> Any:
+        few = len(args["streams" if op == "hc_mix" else "q"]) < 3
+        monkeypatch.setattr(module, constant, other if few else usual)
+        return getattr(module, op)(**args)
+
+    case = wide_mix() if op == "hc_mix" else many_rows(op, "compressed")
+    with pytest.raises(AssertionError, match="first difference"):
+        check_rows(mutant, case)
+
+
+def repaged(pages: torch.Tensor, table: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same entries in pages of another size, in another order; NaN where none is."""
+    records = pages[table].flatten(1, 2)
+    per_request = -(-records.shape[1] // page_size)
+    names = Draw(CPU, seed=page_size).order(len(table) * per_request).view(len(table), per_request)
+    new = torch.full((names.numel(), page_size, pages.shape[2]), 0xFF, dtype=torch.uint8)
+    for row, record in zip(names, records):
+        entry = torch.arange(len(record))
+        new[row[entry // page_size], entry % page_size] = record
+    return new, names.int()
+
+
+PAGED = [("sparse_attention", "compressed"), ("index_select", "publish"), ("index_select", "candidates")]
+
+
+@interpreted
+@pytest.mark.parametrize("op, variant", PAGED)
+def test_page_size_has_no_influence(op: str, variant: str) -> None:
+    """The pages of the case hold 7 entries."""
+    case = OPERATORS[op]().case(Draw(CPU), 4, variant)
+    function = triton_provider(op).load()
+    together = case.call(function)
+    kinds = [""] if op == "index_select" else ["window_", "compressed_"]
+    for page_size in (16, 64):
+        for kind in kinds:
+            pages, table = repaged(case.args[f"{kind}pages"], case.args[f"{kind}table"], page_size)
+            case.args[f"{kind}pages"], case.args[f"{kind}table"] = pages, table
+        for got, want in zip(case.call(function), together, strict=True):
+            assert_same_bits(got, want, f"pages of {page_size}")
+
+
+@interpreted
+@pytest.mark.parametrize("op, variant", PAGED)
+def test_graph_padding_has_no_influence(op: str, variant: str) -> None:
+    """Rows that a graph adds see nothing: no window, no entries, no candidates."""
+    case = OPERATORS[op]().case(Draw(CPU), 3, variant)
+    function = triton_provider(op).load()
+    alone = case.call(function)
+    nothing = {"window_end": -1, "window_start": 0, "lengths": 0, "indices": -1, "candidates": -1}
+    for padding in (1, 5):
+        padded = dict(case.args)
+        for name in case.rows:
+            if padded[name] is not None:
+                extra = torch.full_like(padded[name][:1].expand(padding, *padded[name].shape[1:]), 0)
+                padded[name] = torch.cat([padded[name], extra + nothing.get(name, 0)])
+        got = function(**padded)
+        for part, want in zip(got if isinstance(got, tuple) else (got,), alone, strict=True):
+            assert_same_bits(part[:3], want, f"padded by {padding}")
+            assert not part[3:].gt(0).any()
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "op, constant", [("sparse_attention", "ELEMENTS_AT_ONCE"), ("index_select", "KEYS_AT_ONCE")]
+)
+def test_a_small_workspace_has_no_influence(op: str, constant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = OPERATORS[op]().case(Draw(CPU), 5, "compressed" if op == "sparse_attention" else "publish")
+    function = triton_provider(op).load()
+    want = case.call(function)
+    # That of two rows.
+    per_row = 3 * 3 * 64 if op == "sparse_attention" else case.args["table"].shape[1] * 7
+    monkeypatch.setattr(
+        importlib.import_module(f"deepinfer_plugins.kernels.{op}.triton"), constant, 2 * per_row + 1
+    )
+    for got, expected in zip(case.call(function), want, strict=True):
+        assert_same_bits(got, expected, "two rows at a time")
