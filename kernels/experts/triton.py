@@ -8,6 +8,8 @@ clamped SwiGLU and its cast to MXFP8 are done where the first product ends.
 
 # mypy: ignore-errors
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,11 @@ _AT_ONCE = 8192
 # Outputs of a program, and bytes of a weight's row in a step: two columns each.
 _OUTPUTS = 64
 _STEP = 64
+
+# Rows are multiplied by it and weights divided, so that a weight's factor, 2^126 included, is a bfloat16 for every
+# scale up to 2^41. No value that a checkpoint has comes near what then overflows.
+SHIFT = tl.constexpr(2.0**40)
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 # Pairs of row and place that are looked at together.
 _PAIRS = 2048
@@ -85,10 +92,11 @@ def _experts(out, values, scales, ids, weights, w13, w13_scales, w2, w2_scales, 
     size = n * k // 32
     _decode_halves[(triton.cdiv(size, 64),)](x, values, scales, size, k, BLOCK=64)
     hidden = torch.empty(num_blocks * rows, d, dtype=torch.bfloat16, device=device)
+    step = _STEP if rows > 32 or INTERPRETED.value else 2 * _STEP
     launch = {
         "OUTPUTS": _OUTPUTS,
         "ROWS": rows,
-        "STEP": _STEP,
+        "STEP": step,
         "num_warps": 8 if rows >= 64 else 4,
         "num_stages": 4,
     }
@@ -96,25 +104,25 @@ def _experts(out, values, scales, ids, weights, w13, w13_scales, w2, w2_scales, 
         hidden,
         x,
         weights,
-        *_words(w13, w13_scales, k),
+        *_words(w13, w13_scales, k, step),
         pairs,
         owners,
         k,
         d,
         topk,
         LIMIT=float(limit),
-        WHOLE=k % 128 == 0,
+        WHOLE=k % (2 * step) == 0,
         **launch,
     )
     _down[(triton.cdiv(k, _OUTPUTS), num_blocks)](
-        out, hidden, *_words(w2, w2_scales, d), pairs, owners, k, d, WHOLE=d % 128 == 0, **launch
+        out, hidden, *_words(w2, w2_scales, d, step), pairs, owners, k, d, WHOLE=d % (2 * step) == 0, **launch
     )
     _clear[(num_pairs,)](out, ids, k, first_expert, num_experts, BLOCK=1024)
 
 
-def _words(weight, scales, width):
-    """A weight and its scales, in words of four if a row has whole words of them."""
-    return weight.contiguous(), scales.view(torch.int32) if width % 128 == 0 else scales
+def _words(weight, scales, width, step):
+    """A weight and its scales, in words of four if a row has whole steps."""
+    return weight.contiguous(), scales.view(torch.int32) if width % (2 * step) == 0 else scales
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -170,7 +178,7 @@ def _place(
 
 @triton.jit(do_not_specialize=["size"])
 def _decode_halves(out, values, scales, size, k, BLOCK: tl.constexpr):
-    """Decode ``size`` groups of 32 of MXFP8 rows of ``k``; a row's even columns come first."""
+    """Decode ``size`` groups of 32 of MXFP8 rows of ``k``, times ``SHIFT``; a row's even columns come first."""
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     present = group < size
     lane = tl.arange(0, 32)[None, :]
@@ -178,42 +186,84 @@ def _decode_halves(out, values, scales, size, k, BLOCK: tl.constexpr):
     wide = decode_e4m3(codes) * decode_ue8m0(tl.load(scales + group, mask=present, other=0))
     row = group // (k // 32)
     place = row * k + (group % (k // 32)) * 16 + lane // 2 + lane % 2 * (k // 2)
-    tl.store(out + place, to_bfloat16(wide), mask=present)
+    tl.store(out + place, to_bfloat16(wide * SHIFT), mask=present)
 
 
 @triton.jit
-def _decode_e2m1(codes):
-    """Float32 values of e2m1 codes, integers below 16."""
-    # Its bits in their places of a float32 are the number times 2^-126: e2m1's bias is 1, float32's 127.
-    wide = codes.to(tl.int32)
-    return ((wide & 7) << 22 | (wide & 8) << 28).to(tl.float32, bitcast=True) * 8.507059173023462e37
+def _scale_e2m1(codes, factor):
+    """Bfloat16 numbers of the e2m1 codes in the low and in the high halves of bytes, times ``2^-126 * factor``.
+
+    A code's bits in their places of a bfloat16 are the number times 2^-126: the bias of e2m1 is 1, bfloat16's 127. On a
+    chip this is two instructions a number, of two at a time; written in Triton it would be five, and the weight's
+    decoding, not the memory, would set the pace.
+    """
+    if INTERPRETED:
+        low, high = codes.to(tl.int32) & 15, codes.to(tl.int32) >> 4
+        wide = factor.to(tl.float32)
+        even = ((low & 7) << 22 | (low & 8) << 28).to(tl.float32, bitcast=True) * wide
+        odd = ((high & 7) << 22 | (high & 8) << 28).to(tl.float32, bitcast=True) * wide
+        return to_bfloat16(even), to_bfloat16(odd)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, s, t;
+            prmt.b32 a, $4, 0, 0x1404;
+            prmt.b32 b, $4, 0, 0x3424;
+            shl.b32 s, a, 4;
+            shr.u32 t, a, 2;
+            and.b32 t, t, 0x01C001C0;
+            lop3.b32 t, s, 0x80008000, t, 0xEA;
+            mul.rn.bf16x2 $0, t, $5;
+            shl.b32 s, b, 4;
+            shr.u32 t, b, 2;
+            and.b32 t, t, 0x01C001C0;
+            lop3.b32 t, s, 0x80008000, t, 0xEA;
+            mul.rn.bf16x2 $1, t, $6;
+            shr.u32 t, a, 6;
+            and.b32 t, t, 0x01C001C0;
+            lop3.b32 t, a, 0x80008000, t, 0xEA;
+            mul.rn.bf16x2 $2, t, $5;
+            shr.u32 t, b, 6;
+            and.b32 t, t, 0x01C001C0;
+            lop3.b32 t, b, 0x80008000, t, 0xEA;
+            mul.rn.bf16x2 $3, t, $6;
+            }""",
+            "=r,=r,=r,=r,r,r,r",
+            [codes, factor],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
 
 
 @triton.jit
 def _load_mxfp4(weight, scales, start, width, WHOLE: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr):
-    """Even and odd columns, bfloat16 ``[OUTPUTS, STEP]`` each, of MXFP4 rows from byte ``start`` on.
+    """Even and odd columns, bfloat16 ``[OUTPUTS, STEP]`` each, of MXFP4 rows from byte ``start`` on, over ``SHIFT``.
 
     Args:
         weight: Pointers to the rows, ``[OUTPUTS, 1]``.
-        scales: Pointers to the rows' scales, ``[OUTPUTS]``; if ``WHOLE``, to words of four.
+        scales: Pointers to the rows' scales, ``[OUTPUTS, 1]``; if ``WHOLE``, to words of four.
         start: A multiple of ``STEP``.
         width: Bytes of a row.
-        WHOLE: Whether ``width`` is a multiple of 64.
+        WHOLE: Whether ``width`` is a multiple of ``STEP``.
         OUTPUTS: Rows.
-        STEP: Bytes, a power of two from 16 to 64.
+        STEP: Bytes, a power of two of at least 64.
     """
     byte = start + tl.arange(0, STEP)[None, :]
-    group = start // 16 + tl.arange(0, STEP // 16)[None, :]
     if WHOLE:
         codes = tl.load(weight + byte)
-        powers = tl.load(scales + start // 64)[:, None] >> (group % 4 * 8) & 0xFF
+        words = tl.load(scales + (start // 64 + tl.arange(0, STEP // 64))[None, :])
+        shifts = (tl.arange(0, 4) * 8)[None, None, :]
+        powers = tl.reshape(words[:, :, None] >> shifts & 0xFF, (OUTPUTS, STEP // 16))
     else:
         codes = tl.load(weight + byte, mask=byte < width, other=0)
-        powers = tl.load(scales[:, None] + group, mask=group * 16 < width, other=0)
-    factor = decode_ue8m0(powers)[:, :, None]
-    even = tl.reshape(_decode_e2m1(codes & 15), (OUTPUTS, STEP // 16, 16)) * factor
-    odd = tl.reshape(_decode_e2m1(codes >> 4), (OUTPUTS, STEP // 16, 16)) * factor
-    return to_bfloat16(tl.reshape(even, (OUTPUTS, STEP))), to_bfloat16(tl.reshape(odd, (OUTPUTS, STEP)))
+        group = start // 16 + tl.arange(0, STEP // 16)[None, :]
+        powers = tl.load(scales + group, mask=group * 16 < width, other=0).to(tl.int32)
+    # 2^(power - 127) * 2^126 / SHIFT. Where that exceeds bfloat16, infinity.
+    exponent = tl.where(powers == 255, 0x7FC0, tl.minimum(powers + 86, 255) << 7)
+    factor = tl.broadcast_to(exponent[:, :, None], (OUTPUTS, STEP // 16, 16))
+    factor = tl.reshape(factor, (OUTPUTS, STEP)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return _scale_e2m1(codes, factor)
 
 
 @triton.jit
@@ -243,7 +293,7 @@ def _gate_up(
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Bfloat16 values of ``cast(swiglu(w13 x) * weight)``, even columns first, for a block of one expert's rows."""
+    """``cast(swiglu(w13 x) * weight) * SHIFT``, bfloat16, even columns first, for a block of one expert's rows."""
     expert = tl.load(owners + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return
@@ -255,7 +305,7 @@ def _gate_up(
     gate_row = expert * 2 * d + tl.minimum(output, d - 1)
     scale_stride = k // (128 if WHOLE else 32)
     gate_weight = w13 + gate_row[:, None] * half
-    gate_scales = w13_scales + gate_row * scale_stride
+    gate_scales = w13_scales + gate_row[:, None] * scale_stride
     up_weight = gate_weight + d.to(tl.int64) * half
     up_scales = gate_scales + d * scale_stride
     x += (pair // topk).to(tl.int64)[:, None] * k
@@ -275,7 +325,7 @@ def _gate_up(
     inner = inner * tl.load(weights + pair).to(tl.float64)[None, :]
     by_group = tl.reshape(tl.trans(inner.to(tl.float32)), (ROWS * OUTPUTS // 32, 32))
     codes, powers = quantise_mxfp8(by_group)
-    values = decode_e4m3(codes.to(tl.uint8)) * decode_ue8m0(powers)[:, None]
+    values = decode_e4m3(codes.to(tl.uint8)) * decode_ue8m0(powers)[:, None] * SHIFT
     place = hidden + slot[:, None] * d + (output // 2 + output % 2 * (d // 2))[None, :]
     tl.store(place, to_bfloat16(tl.reshape(values, (ROWS, OUTPUTS))), mask=(output < d)[None, :])
 
@@ -305,7 +355,7 @@ def _down(
     half = d // 2
     weight_row = expert * k + tl.minimum(output, k - 1)
     weight = w2 + weight_row[:, None] * half
-    scales = w2_scales + weight_row * (d // (128 if WHOLE else 32))
+    scales = w2_scales + weight_row[:, None] * (d // (128 if WHOLE else 32))
     hidden += slot[:, None] * d
 
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
