@@ -265,7 +265,7 @@ def test_a_step_of_experts_that_depends_on_the_batch_is_caught(
 
     def mutant(**args: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(module, "_STEP", 32 if len(args["values"]) < 8 else 64)
+            patch.setattr(module, "_STEP", 128 if len(args["values"]) < 8 else 64)
             return module.experts(**args)
 
     with pytest.raises(AssertionError, match="first difference"):
