@@ -252,13 +252,6 @@ def _score_blocks(
         tl.store(block_keys + row * num_blocks + block, best.to(tl.int16), mask=block < last)
 
 
-@triton.jit
-def _load_keys(keys, start, last, KEYS: tl.constexpr):
-    """Keys from ``start`` on, int32; 0 past the last."""
-    place = start + tl.arange(0, KEYS)
-    return tl.load(keys + place, mask=place < last, other=0).to(tl.int32) & 0xFFFF
-
-
 @triton.jit(do_not_specialize=["num_places"])
 def _select(
     chosen,
@@ -301,7 +294,8 @@ def _select(
         above_2 = tl.zeros((KEYS,), tl.int32)
         above_3 = tl.zeros((KEYS,), tl.int32)
         for start in range(0, last, KEYS):
-            key = _load_keys(keys, start, last, KEYS)
+            place = start + tl.arange(0, KEYS)
+            key = tl.load(keys + place, mask=place < last, other=0).to(tl.int32) & 0xFFFF
             above_1 += (key >= threshold + step).to(tl.int32)
             above_2 += (key >= threshold + 2 * step).to(tl.int32)
             above_3 += (key >= threshold + 3 * step).to(tl.int32)
@@ -311,7 +305,9 @@ def _select(
         step = step // 4
     above = tl.zeros((KEYS,), tl.int32)
     for start in range(0, last, KEYS):
-        above += (_load_keys(keys, start, last, KEYS) > threshold).to(tl.int32)
+        place = start + tl.arange(0, KEYS)
+        key = tl.load(keys + place, mask=place < last, other=0).to(tl.int32) & 0xFFFF
+        above += (key > threshold).to(tl.int32)
     lacking = count - tl.sum(above, axis=0)
     # What may not be chosen equals a threshold of 0.
     lacking = tl.where(threshold == 0, 0, lacking)
@@ -320,7 +316,7 @@ def _select(
     num_equal = 0
     for start in range(0, last, KEYS):
         place = start + tl.arange(0, KEYS)
-        key = _load_keys(keys, start, last, KEYS)
+        key = tl.load(keys + place, mask=place < last, other=0).to(tl.int32) & 0xFFFF
         is_above, is_equal = (key > threshold).to(tl.int32), (key == threshold).to(tl.int32)
         # Both in one word: a step has fewer than 2^15 keys.
         so_far = tl.cumsum((is_above << 16) | is_equal, axis=0)

@@ -66,12 +66,6 @@ interpreted = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small tests take several."""
-    monkeypatch.setattr(importlib.import_module("deepinfer_plugins.kernels.index_select.triton"), "KEYS", 256)
-
-
 def triton_provider(op: str) -> Provider:
     return next(provider for provider in providers(op) if provider.name == "triton")
 
@@ -217,3 +211,15 @@ def test_a_small_workspace_has_no_influence(op: str, constant: str, monkeypatch:
     )
     for got, expected in zip(case.call(function), want, strict=True):
         assert_same_bits(got, expected, "two rows at a time")
+
+
+@interpreted
+def test_the_size_of_a_step_has_no_influence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a selection: its scores are exact, and it counts."""
+    case = OPERATORS["index_select"]().case(Draw(CPU), 3, "publish")
+    module = importlib.import_module("deepinfer_plugins.kernels.index_select.triton")
+    want = case.call(module.index_select)
+    for name, value in {"PLACES": 32, "KEYS": 64, "PROGRAMS": 5}.items():
+        monkeypatch.setattr(module, name, value)
+    for got, expected in zip(case.call(module.index_select), want, strict=True):
+        assert_same_bits(got, expected, "small steps")
