@@ -22,8 +22,7 @@ from deepinfer_plugins.kernels.triton_matmul import dot
 # Rows at a time: what bounds the workspace.
 _AT_ONCE = 8192
 
-# Outputs of a program, and bytes of a weight's row in a step: two columns each.
-_OUTPUTS = 64
+# Bytes of a weight's row in a step: two columns each.
 _STEP = 64
 
 # Rows are multiplied by it and weights divided, so that a weight's factor, 2^126 included, is a bfloat16 for every
@@ -63,6 +62,16 @@ def block_size(num_pairs: int, num_experts: int) -> int:
     return min(max(triton.next_power_of_2(mean), 16), 128)
 
 
+def launch_options(rows: int) -> dict[str, int]:
+    """How programs compute blocks of ``rows``. The interpreter rounds once per step, so there all have the same."""
+    return {
+        "OUTPUTS": 64,
+        "STEP": _STEP if rows > 32 or INTERPRETED.value else 2 * _STEP,
+        "num_warps": 8 if rows >= 64 else 4,
+        "num_stages": 4,
+    }
+
+
 def _experts(out, values, scales, ids, weights, w13, w13_scales, w2, w2_scales, first_expert, limit) -> None:
     n, topk = ids.shape
     num_experts, k, d = w2.shape[0], w2.shape[1], w2.shape[2] * 2
@@ -92,15 +101,9 @@ def _experts(out, values, scales, ids, weights, w13, w13_scales, w2, w2_scales, 
     size = n * k // 32
     _decode_halves[(triton.cdiv(size, 64),)](x, values, scales, size, k, BLOCK=64)
     hidden = torch.empty(num_blocks * rows, d, dtype=torch.bfloat16, device=device)
-    step = _STEP if rows > 32 or INTERPRETED.value else 2 * _STEP
-    launch = {
-        "OUTPUTS": _OUTPUTS,
-        "ROWS": rows,
-        "STEP": step,
-        "num_warps": 8 if rows >= 64 else 4,
-        "num_stages": 4,
-    }
-    _gate_up[(triton.cdiv(d, _OUTPUTS), num_blocks)](
+    launch = {"ROWS": rows, **launch_options(rows)}
+    outputs, step = launch["OUTPUTS"], launch["STEP"]
+    _gate_up[(triton.cdiv(d, outputs), num_blocks)](
         hidden,
         x,
         weights,
@@ -114,7 +117,7 @@ def _experts(out, values, scales, ids, weights, w13, w13_scales, w2, w2_scales, 
         WHOLE=k % (2 * step) == 0,
         **launch,
     )
-    _down[(triton.cdiv(k, _OUTPUTS), num_blocks)](
+    _down[(triton.cdiv(k, outputs), num_blocks)](
         out, hidden, *_words(w2, w2_scales, d, step), pairs, owners, k, d, WHOLE=d % (2 * step) == 0, **launch
     )
     _clear[(num_pairs,)](out, ids, k, first_expert, num_experts, BLOCK=1024)
