@@ -26,10 +26,9 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from compile_ahead import compile_ahead, provider_of  # noqa: E402
 from kernel_cases import Draw, KernelCase, all_cases  # noqa: E402
 
-from deepinfer_plugins.kernels import catalogue  # noqa: E402, F401 (registers every provider)
-from deepinfer_plugins.kernels.registry import providers  # noqa: E402
 from deepinfer_plugins.model.presets import preset  # noqa: E402
 
 TOKENS = [2**power for power in range(14)]
@@ -39,7 +38,7 @@ MOST_COPIES = 24
 SIZES = (1, 2, 7, 64, 1000, 4096)
 
 
-def seconds(calls: list[Callable[[], Any]], device: torch.device, budget_s: float = 0.2) -> float:
+def seconds(calls: list[Callable[[], Any]], device: torch.device, budget_s: float = 0.05) -> float:
     """The shortest mean time of a call over several runs through all of them."""
     for call in calls:
         call()
@@ -74,14 +73,6 @@ def ceilings(device: torch.device) -> dict[str, float]:
     copy = seconds([lambda: target.copy_(source)], device)
     a, b = (Draw(device, seed).normal(side, side) for seed in range(2))
     return {"bytes_per_s": 2 * size / copy, "flops_per_s": 2 * side**3 / seconds([lambda: a @ b], device)}
-
-
-def provider_of(op: str, name: str) -> Callable[..., Any] | None:
-    """The operator's provider of that name, whatever it is registered behind."""
-    for provider in providers(op):
-        if provider.name == name:
-            return provider.load()
-    return None
 
 
 def measure(
@@ -232,6 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--preset", default="release")
     parser.add_argument("--rows", action="store_true", help="check bits instead of measuring time")
     parser.add_argument("--no-rival", action="store_true")
+    parser.add_argument("--ahead", action="store_true", help="compile in several processes first")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(argv)
@@ -257,6 +249,12 @@ def main(argv: list[str] | None = None) -> int:
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton_version},
         "commit": arguments.commit,
     }
+    if arguments.ahead:
+        sizes = SIZES if arguments.rows else tokens
+        jobs = [
+            (f"{case.op}/{case.name}", n, None) for case in chosen for n in sizes if n <= case.most_tokens
+        ]
+        compile_ahead(jobs, arguments.preset)
     top = {} if arguments.rows else ceilings(device)
     report |= {"ceilings": top, "results": [], "failed": []}
     with torch.inference_mode():

@@ -12,11 +12,7 @@ import functools
 import importlib
 import itertools
 import json
-import multiprocessing
-import os
 import sys
-import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,14 +20,12 @@ from unittest import mock
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kernel_cases import Draw, KernelCase, all_cases  # noqa: E402
+from compile_ahead import compile_ahead, find  # noqa: E402
+from kernel_cases import Draw, KernelCase  # noqa: E402
 from kernels import COLD_BYTES, MOST_COPIES, provider_of, seconds  # noqa: E402, TID251
-
-from deepinfer_plugins.model.presets import preset  # noqa: E402
 
 CASES = "mxfp8_linear/wq_b,mxfp8_linear/wo_b,linear/gate,experts/experts"
 SHARED_BYTES = 227 << 10
-REGISTERS = 65536
 
 
 def candidates(case: KernelCase, n: int) -> list[tuple[Any, ...]]:
@@ -66,57 +60,6 @@ def forced(case: KernelCase, choice: tuple[Any, ...]) -> Any:
     return mock.patch.object(module, "tiling", lambda n, m, groups, splits: (tile, choice[5] and splits > 1))
 
 
-class Blank(Draw):
-    """Memory that nobody writes or reads: compiling needs no more."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-
-    def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-    def choices(self, rows: int, count: int, of: int) -> torch.Tensor:
-        return torch.empty(rows, count, dtype=torch.int64)
-
-
-def compile_one(job: tuple[str, str, int, tuple[Any, ...], int]) -> None:
-    """Compile what a call launches, launching nothing: Triton's cache then has it for the process that measures."""
-    name, preset_name, n, choice, arch = job
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver, jit
-
-    class Target:
-        def get_current_target(self) -> Any:
-            return GPUTarget("cuda", arch, 32)
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int = 0) -> int:
-            return 0
-
-    driver.set_active(Target())
-    run = jit.JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=True, **options)
-
-    case = find(name, preset_name)
-    function = provider_of(case.op, "triton")
-    with mock.patch.object(jit.JITFunction, "run", compile_only), forced(case, choice):
-        try:
-            function(**case.make(n, Blank()))  # type: ignore[misc]
-        except Exception as error:  # the process that measures says what is wrong with this one
-            print(f"# {name} {n} {choice}: {error!r}"[:300], file=sys.stderr)
-
-
-def find(name: str, preset_name: str) -> KernelCase:
-    return next(case for case in all_cases(preset(preset_name)) if f"{case.op}/{case.name}" == name)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -128,18 +71,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     device = torch.device("cuda")
-    major, minor = torch.cuda.get_device_capability()
     work = [(name, int(n)) for name in arguments.cases.split(",") for n in arguments.tokens.split(",")]
-    jobs = [
-        (name, arguments.preset, n, choice, 10 * major + minor)
-        for name, n in work
-        for choice in candidates(find(name, arguments.preset), n)
-    ]
-    start = time.perf_counter()
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        list(pool.map(compile_one, jobs, chunksize=4))
-    print(f"# {len(jobs)} tilings compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    jobs = [(name, n, choice) for name, n in work for choice in candidates(find(name, arguments.preset), n)]
+    compile_ahead(jobs, arguments.preset, forced)
     results = []
     with torch.inference_mode():
         for name, n in work:

@@ -1,0 +1,109 @@
+"""Compile Triton kernels in several processes: the one that measures then finds them in the cache of Triton."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kernel_cases import Draw, KernelCase, all_cases  # noqa: E402
+
+from deepinfer_plugins.kernels import catalogue  # noqa: E402, F401 (registers every provider)
+from deepinfer_plugins.kernels.registry import providers  # noqa: E402
+from deepinfer_plugins.model.presets import preset  # noqa: E402
+
+Forced = Callable[[KernelCase, Any], contextlib.AbstractContextManager[Any]]
+
+
+def find(name: str, preset_name: str) -> KernelCase:
+    """The case ``op/name`` at the sizes of a preset."""
+    return next(case for case in all_cases(preset(preset_name)) if f"{case.op}/{case.name}" == name)
+
+
+def provider_of(op: str, name: str) -> Callable[..., Any] | None:
+    """The operator's provider of that name, whatever it is registered behind."""
+    for provider in providers(op):
+        if provider.name == name:
+            return provider.load()
+    return None
+
+
+def compile_ahead(
+    jobs: Sequence[tuple[str, int, Any]], preset_name: str, forced: Forced | None = None
+) -> None:
+    """Compile what each job launches on this machine's chip, and launch nothing.
+
+    Args:
+        jobs: ``op/name`` of a case, a number of tokens, and what ``forced`` gets.
+        preset_name: Sizes of the cases.
+        forced: Gives a context for a case, in which the provider is to be called; it must be importable.
+    """
+    start = time.perf_counter()
+    major, minor = torch.cuda.get_device_capability()
+    one = functools.partial(_compile, preset_name=preset_name, arch=10 * major + minor, forced=forced)
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        for note in filter(None, pool.map(one, jobs)):
+            print(f"# not compiled ahead: {note}", file=sys.stderr)
+    print(f"# {len(jobs)} calls compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+
+
+class _Blank(Draw):
+    """Memory that nobody writes or reads."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def choices(self, rows: int, count: int, of: int) -> torch.Tensor:
+        return torch.empty(rows, count, dtype=torch.int64)
+
+
+def _compile(job: tuple[str, int, Any], preset_name: str, arch: int, forced: Forced | None) -> str:
+    """Compile one job; returns why it could not, or nothing."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver, jit
+
+    class Target:
+        """A driver of which nothing is asked but the chip."""
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", arch, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int = 0) -> int:
+            return 0
+
+    driver.set_active(Target())
+    run = jit.JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **options)
+
+    name, n, choice = job
+    case = find(name, preset_name)
+    function = provider_of(case.op, "triton")
+    context = forced(case, choice) if forced else contextlib.nullcontext()
+    with mock.patch.object(jit.JITFunction, "run", compile_only), context:
+        try:
+            function(**case.make(n, _Blank()))  # type: ignore[misc]
+        except Exception as error:  # it is compiled, or fails, again where it is measured
+            return f"{job}: {error!r}"[:300]
+    return ""
