@@ -157,6 +157,51 @@ def e2m1_pairs_as_e4m3(pairs):
 
 
 @triton.jit
+def decode_e2m1_pairs(pairs, factors):
+    """Float16 values of the low and of the high nibbles of bytes, each times a factor.
+
+    Args:
+        pairs: Bytes of two e2m1 numbers.
+        factors: Float16, of a shape that broadcasts to that of ``pairs``: 64 times what the numbers are to be
+            multiplied by.
+    """
+    if INTERPRETED:
+        low, high = e2m1_pairs_as_e4m3(pairs)
+        wide = factors.to(tl.float32)
+        return (decode_e4m3(low) * wide).to(tl.float16), (decode_e4m3(high) * wide).to(tl.float16)
+    else:
+        # As above; e4m3 numbers are converted and multiplied in pairs.
+        return tl.inline_asm_elementwise(
+            """{
+                .reg .b32 low, sign;
+                .reg .b16 first, second;
+                shl.b32 low, $4, 2;
+                shl.b32 sign, $4, 4;
+                and.b32 low, low, 0x1C1C1C1C;
+                lop3.b32 low, sign, 0x80808080, low, 0xEA;
+                mov.b32 {first, second}, low;
+                cvt.rn.f16x2.e4m3x2 low, first;
+                cvt.rn.f16x2.e4m3x2 sign, second;
+                mul.f16x2 $0, low, $5;
+                mul.f16x2 $1, sign, $6;
+                shr.u32 low, $4, 2;
+                and.b32 low, low, 0x1C1C1C1C;
+                lop3.b32 low, $4, 0x80808080, low, 0xEA;
+                mov.b32 {first, second}, low;
+                cvt.rn.f16x2.e4m3x2 low, first;
+                cvt.rn.f16x2.e4m3x2 sign, second;
+                mul.f16x2 $2, low, $5;
+                mul.f16x2 $3, sign, $6;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [pairs, factors],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
 def round_to_e2m1(x):
     """``x``, float32, to the nearest e2m1 number, as float32; otherwise as :func:`encode_e2m1`."""
     return decode_e4m3(e2m1_as_e4m3(encode_e2m1(x))) * 64.0

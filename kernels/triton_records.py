@@ -49,5 +49,5 @@ def entry_records(
     """
     entry = tl.where(valid, entry, 0)
     page = tl.load(table + entry // page_size * table_stride, mask=valid, other=0).to(tl.int64)
-    offset = page * page_stride + (entry % page_size).to(tl.int64) * entry_stride
+    offset = page * page_stride + (entry % page_size * entry_stride).to(tl.int64)
     return tl.multiple_of((pages + offset)[:, None], [ALIGN, ALIGN])

@@ -5,8 +5,9 @@ scores, with 0 for what may not be chosen. A program that selects finds the grea
 reach, two bits at a time, and keeps what lies above and as many of those that equal ``t``, from the first on, as are
 lacking. Numbers of keys are whole, so nothing depends on how places are spread over programs.
 
-Both factors of a product are e2m1 numbers times powers of two: a sum over a head is exact in float32 while the scales
-of its groups lie within a factor of ``2^9``. Heads are added in float64. Workspace: keys, at most ``KEYS_AT_ONCE`` or
+Both sides of a product are e2m1 numbers times powers of two. Relative to the greatest power of their vector they are
+exact in float16 while it is within ``2^23`` of the others, and a head's sum is exact in float32 while those of both
+vectors lie within ``2^9`` together. Heads are added in float64. Workspace: keys, at most ``KEYS_AT_ONCE`` or
 those of one row.
 """
 
@@ -20,10 +21,9 @@ import triton.language as tl
 
 from deepinfer_plugins.kernels.cache_layout import INDEX_GROUP
 from deepinfer_plugins.kernels.triton_formats import (
-    decode_e4m3,
+    decode_e2m1_pairs,
     decode_ue8m0,
     dot,
-    e2m1_pairs_as_e4m3,
     magnitude_bits,
     reciprocal_ue8m0,
     round_to_e2m1,
@@ -95,8 +95,8 @@ def index_select(
                 num_places,
                 block_size,
                 *pages.stride(),
-                pages.shape[1],
                 *table.stride(),
+                PAGE_SIZE=pages.shape[1],
                 NUM_HEADS=num_heads,
                 HEADS=max(triton.next_power_of_2(num_heads), 16),
                 D=d,
@@ -156,6 +156,14 @@ def _entries(candidates, place, valid, block_size):
         return block * block_size + place % block_size, valid & (block >= 0)
 
 
+@triton.jit
+def _factors(scales):
+    """Powers of two, float32, of the UE8M0 scales ``[n, num_groups]`` over the greatest of a row; and that scale."""
+    highest = tl.max(scales, axis=1)
+    factors = tl.maximum(scales - highest[:, None], -126) + 127 << 23
+    return factors.to(tl.float32, bitcast=True), highest
+
+
 @triton.jit(do_not_specialize=["num_places"])
 def _score(
     keys,
@@ -171,9 +179,9 @@ def _score(
     page_stride,
     entry_stride,
     byte_stride,
-    page_size,
     table_row_stride,
     table_stride,
+    PAGE_SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -187,39 +195,47 @@ def _score(
     table += tl.load(request + row) * table_row_stride
     keys += row * num_places
     if candidates is None:
-        last = length
+        last = tl.minimum(length, num_places)
     else:
         last = num_places
         candidates += row * (num_places // block_size)
 
-    # The query in e2m1, as the keys are.
+    # The query in e2m1, as the keys are; its even and its odd columns, as nibbles lie in bytes.
     head = tl.arange(0, HEADS)
     is_head = head < NUM_HEADS
     group = tl.arange(0, D // GROUP)
-    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    column = group[:, None] * GROUP + 2 * tl.arange(0, GROUP // 2)[None, :]
     queries = q + (row * NUM_HEADS + head)[:, None, None] * D + column[None, :, :]
-    query = tl.load(queries, mask=is_head[:, None, None], other=0.0).to(tl.float32)
-    scale = scale_of_e2m1(tl.max(magnitude_bits(query), axis=2))
-    query = round_to_e2m1(query * reciprocal_ue8m0(scale)[:, :, None]) * decode_ue8m0(scale)[:, :, None]
-    query = tl.trans(tl.reshape(to_bfloat16(query), (HEADS, D)))
+    even = tl.load(queries, mask=is_head[:, None, None], other=0.0).to(tl.float32)
+    odd = tl.load(queries + 1, mask=is_head[:, None, None], other=0.0).to(tl.float32)
+    amax_bits = tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd)), axis=2)
+    query_scale = scale_of_e2m1(amax_bits)
+    query_factor, query_highest = _factors(query_scale)
+    reciprocal, query_factor = reciprocal_ue8m0(query_scale)[:, :, None], query_factor[:, :, None]
+    even = (round_to_e2m1(even * reciprocal) * query_factor).to(tl.float16)
+    odd = (round_to_e2m1(odd * reciprocal) * query_factor).to(tl.float16)
+    even, odd = tl.trans(tl.reshape(even, (HEADS, D // 2))), tl.trans(tl.reshape(odd, (HEADS, D // 2)))
     weight = tl.load(head_weights + row * NUM_HEADS + head, mask=is_head, other=0.0).to(tl.float64)
+    weight = weight * decode_ue8m0(query_highest).to(tl.float64)
 
     for start in range(tl.program_id(1) * PLACES, last, tl.num_programs(1) * PLACES):
         place = start + tl.arange(0, PLACES)
         entry, valid = _entries(candidates, place, place < last, block_size)
         valid = valid & (entry < length)
         record = entry_records(
-            pages, table, table_stride, entry, valid, page_size, page_stride, entry_stride, ALIGN
+            pages, table, table_stride, entry, valid, PAGE_SIZE, page_stride, entry_stride, ALIGN
         )
-        pairs = tl.load(record + tl.arange(0, D // 2)[None, :] * byte_stride, mask=valid[:, None], other=0)
-        factors = tl.load(record + (D // 2 + group)[None, :] * byte_stride, mask=valid[:, None], other=127)
-        # An e2m1 number is 64 times the e4m3 number that is decoded in its place.
-        factors = (decode_ue8m0(factors) * 64.0)[:, :, None]
-        low, high = e2m1_pairs_as_e4m3(tl.reshape(pairs, (PLACES, D // GROUP, GROUP // 2)))
-        low, high = to_bfloat16(decode_e4m3(low) * factors), to_bfloat16(decode_e4m3(high) * factors)
-        key = tl.reshape(tl.interleave(low, high), (PLACES, D))
-        products = dot(key, query, tl.zeros((PLACES, HEADS), tl.float32), "ieee")
+        # What is read where there is no entry is not used.
+        pairs = tl.load(record + tl.arange(0, D // 2)[None, :] * byte_stride)
+        scale = tl.load(record + (D // 2 + group)[None, :] * byte_stride)
+        factor, highest = _factors(scale.to(tl.int32))
+        factor = (factor * 64.0).to(tl.float16)[:, :, None]
+        low, high = decode_e2m1_pairs(tl.reshape(pairs, (PLACES, D // GROUP, GROUP // 2)), factor)
+        low, high = tl.reshape(low, (PLACES, D // 2)), tl.reshape(high, (PLACES, D // 2))
+        products = dot(low, even, tl.zeros((PLACES, HEADS), tl.float32), "ieee")
+        products = dot(high, odd, products, "ieee")
         score = tl.sum(tl.maximum(products, 0.0).to(tl.float64) * weight[None, :], axis=1)
+        score = score * decode_ue8m0(highest).to(tl.float64)
         bits = to_bfloat16(score).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         # -0 equals 0. A negative number has its bits inverted, another one a bit above all of those.
         bits = tl.where(bits == 0x8000, 0, bits)
@@ -241,7 +257,7 @@ def _score_blocks(
     """Keys of blocks: the greatest of their entries'; above all others for the newest one."""
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + row).to(tl.int32)
-    last = tl.cdiv(length, block_size)
+    last = tl.minimum(tl.cdiv(length, block_size), num_blocks)
     for start in range(tl.program_id(1) * BLOCKS, last, tl.num_programs(1) * BLOCKS):
         block = start + tl.arange(0, BLOCKS)
         number = tl.arange(0, ENTRIES)[None, :]
@@ -281,7 +297,7 @@ def _select(
     keys += row * num_places
     chosen += row * count
     if candidates is None:
-        last = tl.cdiv(tl.load(lengths + row).to(tl.int32), unit)
+        last = tl.minimum(tl.cdiv(tl.load(lengths + row).to(tl.int32), unit), num_places)
     else:
         last = num_places
         candidates += row * (num_places // block_size)
