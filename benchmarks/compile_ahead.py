@@ -1,7 +1,14 @@
-"""Compile Triton kernels in several processes: the one that measures then finds them in the cache of Triton."""
+"""Compile Triton kernels in several processes: the one that measures then finds them in the cache of Triton.
+
+Needs no GPU: as a program it compiles what the Triton providers launch at the release's shapes for any chip, and
+says what does not compile.
+
+Usage: python benchmarks/compile_ahead.py [--arch 100] [--ops linear,experts/experts] [--tokens 1,128]
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import multiprocessing
@@ -40,22 +47,34 @@ def provider_of(op: str, name: str) -> Callable[..., Any] | None:
 
 
 def compile_ahead(
-    jobs: Sequence[tuple[str, int, Any]], preset_name: str, forced: Forced | None = None
-) -> None:
-    """Compile what each job launches on this machine's chip, and launch nothing.
+    jobs: Sequence[tuple[str, int, Any]], preset_name: str, arch: int = 0, forced: Forced | None = None
+) -> list[str]:
+    """Compile what each job launches, and launch nothing.
 
     Args:
         jobs: ``op/name`` of a case, a number of tokens, and what ``forced`` gets.
         preset_name: Sizes of the cases.
+        arch: Compute capability, e.g. 90; 0 for that of the chip here.
         forced: Gives a context for a case, in which the provider is to be called; it must be importable.
+
+    Returns:
+        What did not compile, and why.
     """
     start = time.perf_counter()
-    major, minor = torch.cuda.get_device_capability()
-    one = functools.partial(_compile, preset_name=preset_name, arch=10 * major + minor, forced=forced)
+    if not arch:
+        major, minor = torch.cuda.get_device_capability()
+        arch = 10 * major + minor
+    one = functools.partial(_compile, preset_name=preset_name, arch=arch, forced=forced)
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        for note in filter(None, pool.map(one, jobs)):
-            print(f"# not compiled ahead: {note}", file=sys.stderr)
-    print(f"# {len(jobs)} calls compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+        notes = list(filter(None, pool.map(one, jobs)))
+    for note in notes:
+        print(f"# not compiled: {note}", file=sys.stderr)
+    print(
+        f"# {len(jobs) - len(notes)} of {len(jobs)} calls compiled in {time.perf_counter() - start:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
+    return notes
 
 
 class _Blank(Draw):
@@ -100,10 +119,39 @@ def _compile(job: tuple[str, int, Any], preset_name: str, arch: int, forced: For
     name, n, choice = job
     case = find(name, preset_name)
     function = provider_of(case.op, "triton")
+    if function is None:
+        return ""
     context = forced(case, choice) if forced else contextlib.nullcontext()
     with mock.patch.object(jit.JITFunction, "run", compile_only), context:
         try:
-            function(**case.make(n, _Blank()))  # type: ignore[misc]
+            function(**case.make(n, _Blank()))
         except Exception as error:  # it is compiled, or fails, again where it is measured
             return f"{job}: {error!r}"[:300]
     return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--arch", type=int, default=0, help="compute capability, e.g. 90; default: the chip here"
+    )
+    parser.add_argument(
+        "--ops", default="", help="operators or cases (op/name), separated by commas; default: all"
+    )
+    parser.add_argument("--tokens", default="16")
+    parser.add_argument("--preset", default="release")
+    arguments = parser.parse_args()
+    wanted = set(filter(None, arguments.ops.split(",")))
+    jobs = [
+        (f"{case.op}/{case.name}", int(n), None)
+        for case in all_cases(preset(arguments.preset))
+        for n in arguments.tokens.split(",")
+        if not wanted or case.op in wanted or f"{case.op}/{case.name}" in wanted
+    ]
+    return bool(compile_ahead(jobs, arguments.preset, arguments.arch))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

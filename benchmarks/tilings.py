@@ -73,7 +73,7 @@ def main() -> None:
     device = torch.device("cuda")
     work = [(name, int(n)) for name in arguments.cases.split(",") for n in arguments.tokens.split(",")]
     jobs = [(name, n, choice) for name, n in work for choice in candidates(find(name, arguments.preset), n)]
-    compile_ahead(jobs, arguments.preset, forced)
+    compile_ahead(jobs, arguments.preset, forced=forced)
     results = []
     with torch.inference_mode():
         for name, n in work:
