@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +30,7 @@ from rich.progress import (
 from rich.table import Table
 
 from deepinfer_plugins.core import shipped
+from deepinfer_plugins.core.engines import Engine, default
 
 ORDER = (
     '{"id": 2044, "customer": {"name": "Lena", "city": "Oslo"}, "items": [], "state": "shipped", "total": 2}'
@@ -41,13 +41,6 @@ PROMPTS = [
     '[{"id": 4711, "customer": {"name": "Ada", "city":',
     f"{ORDER}\n<｜User｜>What is the state of order 2044?<｜Assistant｜></think>",
 ]
-
-
-class EngineName(StrEnum):
-    """The engines to choose from."""
-
-    vllm = "vllm"
-    sglang = "sglang"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +148,7 @@ class SGLang:
         self._engine.shutdown()
 
 
-ENGINES = {EngineName.vllm: VLLM, EngineName.sglang: SGLang}
+ENGINES = {Engine.vllm: VLLM, Engine.sglang: SGLang}
 
 
 @contextmanager
@@ -167,18 +160,6 @@ def phase(console: Console, what: str) -> Iterator[None]:
         progress.add_task(what)
         yield
     console.print(f"{what}: {time.perf_counter() - started:.1f} s")
-
-
-def installed_engine() -> EngineName:
-    """The engine of this environment."""
-    from deepinfer_plugins.commands.doctor import installed
-
-    for name in EngineName:
-        if installed(name):
-            return name
-    raise typer.BadParameter(
-        "neither vLLM nor SGLang is installed in this environment", param_hint="--engine"
-    )
 
 
 def check_model(model: str) -> None:
@@ -210,7 +191,7 @@ def check_model(model: str) -> None:
 
 
 def main(
-    engine: Annotated[EngineName | None, typer.Option(help="Default: the one installed here.")] = None,
+    engine: Annotated[Engine | None, typer.Option(help="Default: the one installed here.")] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -225,7 +206,10 @@ def main(
 ) -> None:
     """Generate from a few prompts and say what was active."""
     console = Console(stderr=True)
-    engine = engine or installed_engine()
+    try:
+        engine = engine or default()
+    except LookupError as error:
+        raise typer.BadParameter(str(error), param_hint="--engine") from error
     prompts = prompt or PROMPTS
     model = model or os.environ.get("DEEPINFER_HF_MODEL_DIR")
     if not model:

@@ -8,20 +8,20 @@ processes do, and this module reports what it then finds there (``probe.py`` of 
 from __future__ import annotations
 
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import deepinfer_plugins
+from deepinfer_plugins.core import engines
 
-ENGINES = ("vllm", "sglang")
 OURS = "deepinfer_plugins."
 TIMEOUT_S = 600
 _NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
@@ -61,14 +61,6 @@ class Diagnosis:
         return asdict(self)
 
 
-def installed(engine: str) -> str | None:
-    """The version of the engine's distribution; None if it is not installed. Imports nothing of it."""
-    try:
-        return importlib.metadata.version(engine)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def diagnose(engine: str | None = None) -> Diagnosis:
     """Ask.
 
@@ -76,7 +68,7 @@ def diagnose(engine: str | None = None) -> Diagnosis:
         engine: Which engine; None: the one that is installed.
     """
     found = Diagnosis(warnings=shadows(Path.cwd()))
-    present = [name for name in ENGINES if installed(name)]
+    present = engines.installed()
     if engine is None and len(present) > 1:
         found.warnings.append(
             f"{' and '.join(present)} are installed; this is about {present[0]}, see --engine"
@@ -84,7 +76,7 @@ def diagnose(engine: str | None = None) -> Diagnosis:
     engine = engine or (present[0] if present else None)
     if engine is None or engine not in present:
         return _without_engine(found, engine, present)
-    found.engine, found.version = engine, installed(engine)
+    found.engine, found.version = engine, engines.version(engine)
     answer, failure = _ask(engine)
     if answer is None:
         found.problems.append(failure)
@@ -96,7 +88,7 @@ def diagnose(engine: str | None = None) -> Diagnosis:
     return found
 
 
-def _without_engine(found: Diagnosis, engine: str | None, present: list[str]) -> Diagnosis:
+def _without_engine(found: Diagnosis, engine: str | None, present: Sequence[str]) -> Diagnosis:
     if engine is None:
         found.problems.append(
             f"no engine is installed in this environment ({sys.prefix}): there is neither vLLM nor SGLang; "
@@ -189,7 +181,7 @@ def shadows(folder: Path) -> list[str]:
     """Warnings: what a Python started in ``folder`` takes for an engine, for torch or for this package."""
     elsewhere = [entry for entry in sys.path if Path(entry).resolve() != folder.resolve()]
     warnings = []
-    for name in (*ENGINES, "torch", "kernels", "deepinfer_plugins"):
+    for name in (*engines.Engine, "torch", "kernels", "deepinfer_plugins"):
         spec = importlib.machinery.PathFinder.find_spec(name, elsewhere)
         real = spec.origin if spec is not None else None
         if name == "deepinfer_plugins":
@@ -202,7 +194,7 @@ def shadows(folder: Path) -> list[str]:
                 )
         # A folder without __init__.py only wins where there is no package: an engine that is not installed
         # then imports as an empty one.
-        if name in ENGINES and real is None and (folder / name).is_dir() and not warnings:
+        if name in list(engines.Engine) and real is None and (folder / name).is_dir() and not warnings:
             warnings.append(
                 f"{folder / name} is no package, but `import {name}` in this folder finds it, "
                 f"since no {name} is installed"
