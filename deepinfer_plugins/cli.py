@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from deepinfer_plugins.core.engines import Engine, default
+
 app = typer.Typer(
     name="deepinfer-plugins",
     help="DeepSeek-V4.1-Flash on unmodified vLLM and SGLang.",
@@ -17,13 +19,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-class Engine(StrEnum):
-    """The engines this package plugs into."""
-
-    vllm = "vllm"
-    sglang = "sglang"
 
 
 class Runs(StrEnum):
@@ -139,10 +134,32 @@ def verify(
         str | None,
         typer.Option(help="Folder or Hugging Face id; default: DEEPINFER_HF_MODEL_DIR, or the one shipped."),
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 14,
-    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of a request, at most.")] = 24,
-    longest: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, at most.")] = 160,
+    thorough: Annotated[
+        bool,
+        typer.Option(
+            help="Where not told otherwise: 64 requests, 1, 8 and 32 at a time, 1 to 8 drafts, two sizes of chunks. "
+            "Takes many times as long."
+        ),
+    ] = False,
+    requests: Annotated[int | None, typer.Option(min=1, help="How many requests. [default: 16]")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of a request, at most.")] = 12,
+    longest: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, at most.")] = 64,
     drafts: Annotated[int, typer.Option(min=1, max=8, help="Drafts per step.")] = 5,
+    depths: Annotated[
+        str | None,
+        typer.Option(
+            help="Other numbers of drafts per step to try, such as 1,8 or 1..8; each starts the engine."
+        ),
+    ] = None,
+    concurrency: Annotated[
+        str | None, typer.Option(help="Requests under way at a time, such as 1,8,32. [default: 8]")
+    ] = None,
+    chunks: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of a prompt per step, such as 16,32; each starts the engine, with a small cache. [default: 32]"
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of requests, orders and budgets.")] = 0,
     other_engine: Annotated[
         Path | None,
@@ -152,18 +169,50 @@ def verify(
 ) -> None:
     """Hold the engine to the promise: the same tokens alone, batched, reordered, with drafts and with random budgets.
 
+    Also from prompts in chunks or in the cache, when a request ends inside a window of drafts, beside requests that are
+    aborted, and after preemptions. A run in which none of that happened does not count as equal.
+
     The exit status is 1 if a token or a log-probability differs, and 2 if it can't be tried.
     """
-    from deepinfer_plugins.commands.doctor import installed
     from deepinfer_plugins.commands.verify import Options, main
 
-    chosen = engine or next((name for name in Engine if installed(name)), None)
-    if chosen is None:
-        raise typer.BadParameter(
-            "neither vLLM nor SGLang is installed in this environment", param_hint="--engine"
-        )
-    options = Options(chosen.value, model, requests, max_tokens, longest, drafts, seed, other_engine)
+    try:
+        chosen = engine or default()
+    except LookupError as error:
+        raise typer.BadParameter(str(error), param_hint="--engine") from error
+    options = Options(
+        engine=chosen.value,
+        model=model,
+        requests=requests or (64 if thorough else 16),
+        max_tokens=max_tokens,
+        longest=longest,
+        drafts=drafts,
+        depths=_numbers("--depths", depths or ("1..8" if thorough else ""), 1, 8),
+        concurrency=_numbers("--concurrency", concurrency or ("1,8,32" if thorough else "8"), 1),
+        chunks=_numbers("--chunks", chunks or ("16,32" if thorough else "32"), 1),
+        budgets=thorough,
+        seed=seed,
+        other_engine=other_engine,
+    )
     raise typer.Exit(main(options, as_json))
+
+
+def _numbers(option: str, text: str, least: int, most: int | None = None) -> tuple[int, ...]:
+    """The numbers in a list such as ``1,4..8``, each once, ascending.
+
+    Raises:
+        typer.BadParameter: If it is no such list, or a number is out of range.
+    """
+    found: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, dots, last = part.strip().partition("..")
+        if not first.isdecimal() or (dots and not last.isdecimal()):
+            raise typer.BadParameter(f"{text!r}: expected numbers, such as 1,4..8", param_hint=option)
+        found |= set(range(int(first), int(last if dots else first) + 1))
+    if wrong := [number for number in sorted(found) if number < least or number > (most or number)]:
+        upto = f" to {most}" if most else " on"
+        raise typer.BadParameter(f"{wrong[0]}: expected numbers from {least}{upto}", param_hint=option)
+    return tuple(sorted(found))
 
 
 @app.command()

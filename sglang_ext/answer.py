@@ -1,52 +1,142 @@
-"""Answers requests with SGLang for ``deepinfer-plugins verify``, through SGLang's own Python interface."""
+"""Answers requests with SGLang for ``deepinfer-plugins verify``."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from deepinfer_plugins.sglang_ext.engine import SglangEngine
 
-class SglangAnswerer:
-    """``sglang.Engine`` with our model.
+# Tokens per page where pages are small.
+_SMALL_PAGE = 1
+_FLUSH_TIMEOUT_S = 60.0
+
+
+class SglangAnswerer(SglangEngine):
+    """``sglang.Engine`` with our model, read as a stream.
 
     Args:
         model: The checkpoint's folder or id.
         drafts: Drafts per step; 0 for none.
         max_positions: Tokens of a sequence at most.
         at_once: Requests that run at once, at most.
+        small_pages: Whether a page has one token.
+        chunk: Tokens of a step of a prompt at most, a multiple of a page; None: as many as SGLang takes.
+        tight: Whether the caches hold little more than one of the longest sequences.
     """
 
-    def __init__(self, model: str, drafts: int, max_positions: int, at_once: int) -> None:
-        # The scheduler is a process of its own, and reads it from its environment.
-        os.environ["DEEPINFER_USE_NEXTN_DECODE"] = str(drafts)
-        import sglang
+    def __init__(
+        self,
+        model: str,
+        drafts: int,
+        max_positions: int,
+        at_once: int,
+        small_pages: bool,
+        chunk: int | None,
+        tight: bool,
+    ) -> None:
+        options: dict[str, Any] = {"max_running_requests": at_once}
+        if small_pages:
+            options["page_size"] = _SMALL_PAGE
+        if chunk is not None:
+            options |= {"chunked_prefill_size": chunk, "enable_mixed_chunk": True}
+        if tight:
+            # SGLang reserves slots for two windows of drafts; and it is to admit more than it has room for.
+            options["max_total_tokens"] = max_positions + 2 * (drafts + 1)
+            options["schedule_conservativeness"] = 0.05
+        super().__init__(model, drafts, max_positions, **options)
+        self._runs = 0
 
-        self.version: str = sglang.__version__
-        self._engine = sglang.Engine(
-            model_path=model, context_length=max_positions, max_running_requests=at_once, log_level="error"
-        )
+    def answer(
+        self,
+        requests: Sequence[Any],
+        at_once: int,
+        aborts: Mapping[int, int],
+        done: Callable[[], None],
+    ) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        """See ``commands.answer.Answerer``."""
+        self._runs += 1
+        counters = Counter(preemptions=0, aborted=0, drafted=0, verified=0, accepted=0)
 
-    def answer(self, requests: list[Any]) -> list[dict[str, Any]]:
-        """Answer all at once."""
-        outputs = self._engine.generate(
-            input_ids=[request["prompt"] for request in requests],
-            sampling_params=[_parameters(request) for request in requests],
+        async def all_of_them() -> list[dict[str, Any]]:
+            # Whoever waits first comes first.
+            slots = asyncio.Semaphore(at_once)
+
+            async def one(index: int, request: Mapping[str, Any]) -> dict[str, Any]:
+                async with slots:
+                    about, answer = await self._stream(index, request, aborts.get(index, math.inf))
+                counters.update(_counts(about))
+                done()
+                return answer
+
+            return await asyncio.gather(*(one(index, request) for index, request in enumerate(requests)))
+
+        answers = self.engine.loop.run_until_complete(all_of_them())
+        return answers, dict(counters)
+
+    def forget(self) -> None:
+        """Let go of every prefix in the cache."""
+        flush = self.engine.tokenizer_manager.flush_cache(timeout_s=_FLUSH_TIMEOUT_S)
+        if not self.engine.loop.run_until_complete(flush).success:
+            raise RuntimeError(
+                f"SGLang keeps its prefix cache: a request still ran after {_FLUSH_TIMEOUT_S} s"
+            )
+
+    async def _stream(
+        self, index: int, request: Mapping[str, Any], abort_at: float
+    ) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """The last ``meta_info`` of an answer, and the answer."""
+        # An abort is of all ids that begin so.
+        name = f"{self._runs}-{index}-"
+        outputs = await self.engine.async_generate(
+            input_ids=request["prompt"],
+            sampling_params=_parameters(request),
             return_logprob=True,
+            stream=True,
+            rid=name,
         )
-        answers = []
-        for output in outputs:
+        about: Mapping[str, Any] = {}
+        answer: dict[str, Any] = {"tokens": [], "logprobs": [], "error": None, "steps": [], "cached": 0}
+        is_aborted = False
+        async for output in outputs:
             about = output["meta_info"]
-            scores = [score for score, *_ in about["output_token_logprobs"]]
-            reason = about["finish_reason"]
-            error = reason.get("message") if reason["type"] == "abort" else None
-            answers.append({"tokens": list(output["output_ids"]), "logprobs": scores, "error": error})
-        return answers
+            # What comes after the abort may reach beyond ``max_tokens``: SGLang hands out all of the last window.
+            if not is_aborted:
+                _update(answer, output)
+                if about["finish_reason"] is None and len(answer["tokens"]) >= abort_at:
+                    is_aborted = True
+                    self.engine.tokenizer_manager.abort_request(name)
+        if about["finish_reason"]["type"] == "abort" and not is_aborted:
+            answer["error"] = about["finish_reason"].get("message")
+        return about, answer
 
-    def close(self) -> None:
-        """End the engine's processes."""
-        self._engine.shutdown()
+
+def _update(answer: dict[str, Any], output: Mapping[str, Any]) -> None:
+    """Take in what a step brought."""
+    tokens, about = list(output["output_ids"]), output["meta_info"]
+    if brought := len(tokens) - len(answer["tokens"]):
+        answer["steps"].append(brought)
+    answer["tokens"] = tokens
+    answer["logprobs"] = [score for score, *_ in about["output_token_logprobs"]]
+    answer["cached"] = about["cached_tokens"]
+
+
+def _counts(about: Mapping[str, Any]) -> dict[str, int]:
+    """What ``verify`` counts, of one answer."""
+    drafted = about.get("spec_num_proposed_drafts", 0)
+    # SGLang counts windows, which have the last token too, by their length, and only where a schedule trims them.
+    windows = about.get("spec_cap_lens_histogram")
+    return {
+        "preemptions": about["num_retractions"],
+        "aborted": int(about["finish_reason"]["type"] == "abort"),
+        "drafted": drafted,
+        "verified": drafted if windows is None else sum((i - 1) * n for i, n in enumerate(windows) if i),
+        "accepted": about.get("spec_num_correct_drafts", 0),
+    }
 
 
 def _parameters(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Runs a checkpoint in SGLang for ``deepinfer-plugins evaluate``, through SGLang's own Python interface."""
+"""Runs a checkpoint in SGLang for ``deepinfer-plugins evaluate``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from deepinfer_plugins.sglang_ext.engine import SglangEngine
+
 # Requests per call, so that progress is seen.
 AT_ONCE = 16
 
 
-class SglangRunner:
+class SglangRunner(SglangEngine):
     """``sglang.Engine`` with our model, which drafts and writes the acceptance log.
 
     Args:
@@ -26,15 +28,9 @@ class SglangRunner:
     """
 
     def __init__(self, folder: Path, drafts: int, log: Path, max_positions: int) -> None:
-        # The scheduler is a process of its own, and reads both from its environment.
+        # The scheduler is a process of its own, and reads it from its environment.
         os.environ["DEEPINFER_PLUGINS_ACCEPTANCE_LOG"] = str(log)
-        os.environ["DEEPINFER_USE_NEXTN_DECODE"] = str(drafts)
-        import sglang
-
-        self.version: str = sglang.__version__
-        self._engine = sglang.Engine(
-            model_path=str(folder), context_length=max_positions, log_level="error", disable_radix_cache=True
-        )
+        super().__init__(str(folder), drafts, max_positions, disable_radix_cache=True)
 
     def log_probabilities(
         self, sequences: Sequence[Sequence[int]], on_tokens: Callable[[int], None]
@@ -59,10 +55,6 @@ class SglangRunner:
         counts = [answer["meta_info"].get("spec_correct_drafts_histogram", []) for answer in answers]
         return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
-    def close(self) -> None:
-        """End the engine's processes."""
-        self._engine.shutdown()
-
     def _generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -75,6 +67,6 @@ class SglangRunner:
         answers: list[Any] = []
         for first in range(0, len(prompts), AT_ONCE):
             tokens = [list(prompt) for prompt in prompts[first : first + AT_ONCE]]
-            answers += self._engine.generate(input_ids=tokens, sampling_params=sampling, **options)
+            answers += self.engine.generate(input_ids=tokens, sampling_params=sampling, **options)
             on_tokens(sum(counts[first : first + AT_ONCE]))
         return answers

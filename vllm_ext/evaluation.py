@@ -1,4 +1,4 @@
-"""Runs a checkpoint in vLLM for ``deepinfer-plugins evaluate``, through vLLM's own Python interface."""
+"""Runs a checkpoint in vLLM for ``deepinfer-plugins evaluate``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from deepinfer_plugins.vllm_ext.engine import VllmEngine
+
 # Requests per call, so that progress is seen.
 AT_ONCE = 16
 
 
-class VllmRunner:
+class VllmRunner(VllmEngine):
     """``vllm.LLM`` with our model, which drafts and writes the acceptance log.
 
     Args:
@@ -26,16 +28,8 @@ class VllmRunner:
 
     def __init__(self, folder: Path, drafts: int, log: Path, max_positions: int) -> None:
         os.environ["DEEPINFER_PLUGINS_ACCEPTANCE_LOG"] = str(log)
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        from vllm import LLM, __version__
-
-        self.version: str = __version__
-        options: dict[str, Any] = {}
-        if drafts:
-            options["speculative_config"] = {"method": "dspark", "num_speculative_tokens": drafts}
         # Every prompt is scored: one that a cached prefix spares has no log-probabilities.
-        self._llm = LLM(str(folder), max_model_len=max_positions, enable_prefix_caching=False, **options)
+        super().__init__(str(folder), drafts, max_positions, enable_prefix_caching=False)
 
     def log_probabilities(
         self, sequences: Sequence[Sequence[int]], on_tokens: Callable[[int], None]
@@ -60,10 +54,6 @@ class VllmRunner:
         self._generate(prompts, params, on_tokens, counts=[max_tokens] * len(prompts))
         return []
 
-    def close(self) -> None:
-        """End the engine."""
-        self._llm.llm_engine.engine_core.shutdown()
-
     def _generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -74,6 +64,6 @@ class VllmRunner:
         outputs: list[Any] = []
         for first in range(0, len(prompts), AT_ONCE):
             tokens = [{"prompt_token_ids": list(prompt)} for prompt in prompts[first : first + AT_ONCE]]
-            outputs += self._llm.generate(tokens, params, use_tqdm=False)
+            outputs += self.llm.generate(tokens, params, use_tqdm=False)
             on_tokens(sum(counts[first : first + AT_ONCE]))
         return outputs

@@ -1,7 +1,8 @@
 """``deepinfer-plugins verify``: the promise, held on the user's own machine and checkpoint.
 
-Every request has a seed. What it gets alone, without speculation, is what it must get in any batch, in any order,
-with drafts, and with drafts verified on a budget that is drawn anew every step.
+Every request has a seed. What it gets alone, without speculation and with nothing in the cache, is what it must get in
+any company and order, from any chunks and cached prefixes, with drafts, however many of them are verified, before it
+is aborted or cut off, and after it was preempted.
 """
 
 from __future__ import annotations
@@ -11,23 +12,30 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import IO, Any
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from deepinfer_plugins.commands import answer
 from deepinfer_plugins.commands.evaluate import checkpoint_folder
 from deepinfer_plugins.core import shipped
 from deepinfer_plugins.core.settings import VERIFY, VERIFY_BUDGET
-from deepinfer_plugins.evaluation.identity import Answer, Check, Request, compare, make_requests
+from deepinfer_plugins.evaluation import identity
+from deepinfer_plugins.evaluation.identity import Answer, Check, Cut, Request, compare
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 # What decides how drafts are made and verified is the command's own here.
 _OWN = (
@@ -37,7 +45,6 @@ _OWN = (
     VERIFY_BUDGET,
     "DEEPINFER_PLUGINS_ACCEPTANCE_LOG",
 )
-ALONE = "alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +57,32 @@ class Options:
         requests: How many.
         max_tokens: New tokens of a request, at most.
         longest: Tokens of a prompt, at most.
-        drafts: Drafts per step.
+        drafts: Drafts per step, for everything but what ``depths`` adds.
+        depths: Other numbers of drafts to try, each with an engine of its own.
+        concurrency: How many requests are under way at a time, one run each.
+        chunks: Tokens of a prompt per step, each with an engine of its own whose caches are small.
+        budgets: Whether random budgets get an engine with all of the cache too.
         seed: Of the requests, orders and budgets.
         other_engine: What ``--json`` printed with the other engine, to compare with; None for nothing.
     """
 
     engine: str
     model: str | None = None
-    requests: int = 14
-    max_tokens: int = 24
-    longest: int = 160
+    requests: int = 16
+    max_tokens: int = 12
+    longest: int = 64
     drafts: int = 5
+    depths: tuple[int, ...] = ()
+    concurrency: tuple[int, ...] = (8,)
+    chunks: tuple[int, ...] = (32,)
+    budgets: bool = False
     seed: int = 0
     other_engine: Path | None = None
+
+    @property
+    def at_once(self) -> int:
+        """The highest concurrency that the requests allow."""
+        return min(max(self.concurrency), self.requests)
 
 
 class EngineFailed(RuntimeError):
@@ -79,35 +99,36 @@ def main(options: Options, as_json: bool) -> int:
     started = time.monotonic()
     try:
         folder = checkpoint_folder(options.model)
-        requests = _requests(options, folder)
+        tokenizer, requests = _requests(options, folder)
         other = None if options.other_engine is None else _other(options.other_engine, requests)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=errors) as progress:
-            checks, reference, version = _run(options, folder, requests, progress)
+            run = Verification(options, folder, tokenizer, requests, progress)
+            checks = list(run.checks())
     except (ValueError, OSError, ImportError, EngineFailed) as error:
         errors.print(f"verify: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
     if other is not None:
-        checks.append(compare("the other engine", other, reference, logprobs=False))
+        checks.append(compare("the other engine", other, run.reference, logprobs=False))
     ok = all(check.ok for check in checks)
-    answer = {
+    found = {
         "engine": options.engine,
-        "engine_version": version,
+        "engine_version": run.version,
         "model": options.model,
         "seconds": round(time.monotonic() - started, 1),
         "checks": [check.as_dict() for check in checks],
         "ok": ok,
         "requests": requests,
-        "answers": reference,
+        "answers": run.reference,
     }
     if as_json:
-        print(json.dumps(answer, indent=1))
+        print(json.dumps(found, indent=1))
     else:
-        show(options, folder, checks, version, Console())
+        show(options, folder, checks, run.version, Console())
     return 0 if ok else 1
 
 
-def _requests(options: Options, folder: Path) -> list[Request]:
+def _requests(options: Options, folder: Path) -> tuple[Tokenizer, list[Request]]:
     from tokenizers import Tokenizer
 
     from deepinfer_plugins.model.checkpoint import Checkpoint
@@ -120,7 +141,7 @@ def _requests(options: Options, folder: Path) -> list[Request]:
         for document in shipped.read_documents(shipped.corpus())
         if shipped.is_held_out(document.name)
     ]
-    return make_requests(
+    return tokenizer, identity.make_requests(
         tokenizer, held_out, options.requests, options.max_tokens, options.longest, options.seed
     )
 
@@ -136,93 +157,274 @@ def _other(file: Path, requests: list[Request]) -> list[Answer]:
     return answers
 
 
-def _run(
-    options: Options, folder: Path, requests: list[Request], progress: Progress
-) -> tuple[list[Check], list[Answer], str]:
-    """Start the engine in each way and compare what it answers with what a request gets alone."""
-    count = len(requests)
-    order = list(range(count))
-    shuffled = random.Random(options.seed).sample(order, count)
-    together = [
-        {"name": "all together", "order": order, "together": count},
-        {"name": "in threes, in another order", "order": shuffled, "together": 3},
-    ]
-    alone = {"name": ALONE, "order": order, "together": 1}
-    drafts = str(options.drafts)
-    scheduled = {"DEEPINFER_ENABLE_MTP_VARLEN": "1", VERIFY_BUDGET: f"random:{options.seed}"}
-    ways: list[tuple[str, int, dict[str, str], list[dict[str, Any]]]] = [
-        ("no drafts", 0, {}, [alone, *together]),
-        (f"{drafts} drafts", options.drafts, {}, [alone, *together]),
-        (f"{drafts} drafts, random budgets", options.drafts, scheduled, together),
-    ]
-    checks: list[Check] = []
-    reference: list[Answer] = []
-    version = ""
-    for name, depth, environment, runs in ways:
-        found, version = _answers(options, folder, requests, depth, environment, runs, name, progress)
-        for run, answers in found.items():
-            if not reference:
-                reference = answers
-            else:
-                checks.append(compare(f"{name}, {run}", reference, answers))
-    return checks, reference, version
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to start the engine.
+
+    Args:
+        name: For people.
+        drafts: Drafts per step; 0 for none.
+        scheduled: Whether every step verifies a random number of them.
+        small_pages: Whether pages of the caches hold few tokens.
+        chunk: Tokens of a prompt per step; None: as the engine does. A number comes with small caches.
+    """
+
+    name: str
+    drafts: int = 0
+    scheduled: bool = False
+    small_pages: bool = False
+    chunk: int | None = None
 
 
-def _answers(
-    options: Options,
-    folder: Path,
-    requests: list[Request],
-    drafts: int,
-    environment: dict[str, str],
-    runs: list[dict[str, Any]],
-    name: str,
-    progress: Progress,
-) -> tuple[dict[str, list[Answer]], str]:
-    """Answer the requests with an engine in a process of its own."""
-    plan = {
-        "engine": options.engine,
-        "model": str(folder),
-        "drafts": drafts,
-        "max_positions": options.longest + options.max_tokens + 1,
-        "at_once": len(requests),
-        "requests": requests,
-        "runs": runs,
-    }
-    surroundings = {key: value for key, value in os.environ.items() if key not in _OWN} | environment
-    # Matrices of small checkpoints gain nothing from a second thread, and on a CPU waiting for it costs tenfold.
-    surroundings.setdefault("OMP_NUM_THREADS", "1")
-    task = progress.add_task(f"{name}: starting {options.engine}", total=len(runs) * len(requests))
-    with tempfile.TemporaryDirectory() as aside:
-        plan_file, answers_file = Path(aside) / "plan.json", Path(aside) / "answers.json"
-        plan_file.write_text(json.dumps(plan), encoding="utf-8")
-        child = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.answer", str(plan_file), str(answers_file)],
+def ways(options: Options) -> list[Way]:
+    """How the engine is started, the reference first."""
+    drafts = options.drafts
+    # With the engine's pages, a prompt has to be long to be found again.
+    found = [Way("no drafts"), Way(f"{drafts} drafts, small pages", drafts, small_pages=True)]
+    found += [Way(f"{depth} drafts", depth) for depth in options.depths if depth != drafts]
+    if options.budgets:
+        found.append(Way(f"{drafts} drafts, random budgets", drafts, scheduled=True))
+    found += [
+        Way(f"{drafts} drafts, random budgets, chunks of {chunk}, small cache", drafts, True, True, chunk)
+        for chunk in options.chunks
+    ]
+    return found
+
+
+class Verification:
+    """Every way to run the requests, one after the other, each held against the reference.
+
+    Args:
+        options: What to verify.
+        folder: The checkpoint.
+        tokenizer: Of the checkpoint.
+        requests: To run.
+        progress: Shows how far it is.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        folder: Path,
+        tokenizer: Tokenizer,
+        requests: list[Request],
+        progress: Progress,
+    ) -> None:
+        self._options, self._folder, self._tokenizer = options, folder, tokenizer
+        self._requests, self._progress = requests, progress
+        self.reference: list[Answer] = []
+        self.version = ""
+
+    def checks(self) -> Iterator[Check]:
+        """Run them."""
+        for way in ways(self._options):
+            with Running(self._options, self._folder, way, self._progress) as engine:
+                self.version = engine.version
+                if way.chunk is not None:
+                    yield self._chunked(engine, way, way.chunk)
+                elif not way.drafts:
+                    yield from self._without_drafts(engine, way)
+                elif way.drafts != self._options.drafts:
+                    yield self._beside(engine, way, self._options.at_once)[0]
+                else:
+                    for at_once in self._options.concurrency:
+                        check, answers = self._beside(engine, way, at_once)
+                        yield check
+                    if not way.scheduled:
+                        yield from self._events(engine, way, answers)
+
+    def _without_drafts(self, engine: Running, way: Way) -> Iterator[Check]:
+        self.reference, _ = engine.run(self._requests, 1)
+        for at_once in self._options.concurrency:
+            if at_once > 1:
+                yield self._beside(engine, way, at_once)[0]
+
+    def _beside(self, engine: Running, way: Way, at_once: int) -> tuple[Check, list[Answer]]:
+        """So many at a time, in an order that is drawn."""
+        order = list(range(len(self._requests)))
+        random.Random(f"{self._options.seed} {way.name} {at_once}").shuffle(order)
+        shuffled, counters = engine.run([self._requests[index] for index in order], at_once)
+        answers = [found for _, found in sorted(zip(order, shuffled, strict=True), key=lambda pair: pair[0])]
+        how = "alone" if at_once == 1 else f"{min(at_once, len(order))} at a time"
+        return self._compare(way, how, answers, _drafting(way, counters)), answers
+
+    def _chunked(self, engine: Running, way: Way, chunk: int) -> Check:
+        # Nothing has been in its cache yet.
+        answers, counters = engine.run(self._requests, self._options.at_once, cold=False)
+        return self._compare(
+            way,
+            f"{self._options.at_once} at a time",
+            answers,
+            {
+                "prompts in several chunks": sum(len(each["prompt"]) > chunk for each in self._requests),
+                "preemptions": counters["preemptions"],
+                **_drafting(way, counters),
+            },
+        )
+
+    def _events(self, engine: Running, way: Way, answers: list[Answer]) -> Iterator[Check]:
+        """What may happen to requests that draft.
+
+        Args:
+            engine: Running.
+            way: Its name.
+            answers: What it made of all requests.
+        """
+        at_once = self._options.at_once
+        again, counters = engine.run(self._requests, at_once, cold=False)
+        evidence = {"cached tokens": sum(found["cached"] for found in again), **_drafting(way, counters)}
+        yield self._compare(way, "cached prefixes", again, evidence)
+        yield self._aborted(engine, way, at_once)
+        by_length = identity.cut_by_length(self._requests, answers)
+        yield self._cut(engine, way, "max_tokens inside a window", by_length)
+        by_stop = identity.cut_by_stop(self._requests, answers, self._tokenizer.decode)
+        yield self._cut(engine, way, "a stop string inside a window", by_stop)
+
+    def _aborted(self, engine: Running, way: Way, at_once: int) -> Check:
+        """Every other request is aborted in the middle; the next one comes at once."""
+        lengths = [len(answer["tokens"]) for answer in self.reference]
+        aborts = {index: max(1, length // 3) for index, length in enumerate(lengths) if index % 2}
+        answers, counters = engine.run(self._requests, at_once, aborts)
+        found = [len(answer["tokens"]) for answer in answers]
+        # How far an aborted request came is up to the moment; what it has by then is not.
+        expected = [
+            identity.beginning(wanted, found[index]) if index in aborts else wanted
+            for index, wanted in enumerate(self.reference)
+        ]
+        return compare(
+            f"{way.name}, requests aborted beside others",
+            expected,
+            answers,
+            {"aborted midway": counters["aborted"], "slots taken over": len(answers) - at_once},
+        )
+
+    def _cut(self, engine: Running, way: Way, how: str, cuts: Sequence[Cut]) -> Check:
+        answers, _ = engine.run([cut.request for cut in cuts], self._options.at_once)
+        inside = sum(cut.is_inside(found) for cut, found in zip(cuts, answers, strict=True))
+        return compare(
+            f"{way.name}, {how}",
+            [identity.beginning(self.reference[cut.index], cut.end) for cut in cuts],
+            answers,
+            {"ends inside an accepted window": inside},
+        )
+
+    def _compare(self, way: Way, how: str, answers: list[Answer], evidence: dict[str, int]) -> Check:
+        return compare(f"{way.name}, {how}", self.reference, answers, evidence)
+
+
+def _drafting(way: Way, counters: dict[str, int]) -> dict[str, int]:
+    """What shows that a way's drafts were what it says."""
+    if not way.drafts:
+        return {}
+    found = {"drafts accepted": counters["accepted"]}
+    if way.scheduled:
+        found["drafts not verified"] = counters["drafted"] - counters["verified"]
+    return found
+
+
+class Running(AbstractContextManager["Running"]):
+    """An engine in a process of its own.
+
+    Args:
+        options: What to verify.
+        folder: The checkpoint.
+        way: To start it.
+        progress: Shows how far it is.
+
+    Raises:
+        EngineFailed: If it does not come up; from :meth:`run`, if it ends.
+    """
+
+    def __init__(self, options: Options, folder: Path, way: Way, progress: Progress) -> None:
+        surroundings = {key: value for key, value in os.environ.items() if key not in _OWN}
+        if way.scheduled:
+            surroundings |= {
+                "DEEPINFER_ENABLE_MTP_VARLEN": "1",
+                VERIFY_BUDGET: f"random:{options.seed}",
+            }
+        # Matrices of small checkpoints gain nothing from a second thread, and on a CPU waiting for it costs tenfold.
+        surroundings.setdefault("OMP_NUM_THREADS", "1")
+        self._engine, self._name, self._progress = options.engine, way.name, progress
+        self._task = progress.add_task(f"{way.name}: starting {options.engine}", total=0)
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", answer.__name__],
             env=surroundings,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert child.stdout is not None and child.stderr is not None
-        said: deque[str] = deque(maxlen=20)
-        reader = Thread(target=_read, args=(child.stderr, said), daemon=True)
-        reader.start()
+        assert self._child.stderr is not None
+        self._last: deque[str] = deque(maxlen=20)
+        self._reader = Thread(target=_read, args=(self._child.stderr, self._last), daemon=True)
+        self._reader.start()
+        at_once = options.at_once if way.chunk is None else min(options.at_once, way.chunk)
+        start = answer.Start(
+            engine=options.engine,
+            model=str(folder),
+            drafts=way.drafts,
+            max_positions=options.longest + options.max_tokens + 1,
+            at_once=at_once,
+            small_pages=way.small_pages,
+            chunk=way.chunk,
+            tight=way.chunk is not None,
+        )
         try:
-            for line in child.stdout:
-                progress.update(task, description=f"{name}: {options.engine} answers")
-                progress.advance(task, int(line))
-            child.wait()
+            self.version: str = self._ask(start)["version"]
+        except BaseException:
+            self._end()
+            raise
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        at_once: int,
+        aborts: dict[int, int] | None = None,
+        cold: bool = True,
+    ) -> tuple[list[Answer], dict[str, int]]:
+        """Answer requests, as ``answer.Run`` says."""
+        self._progress.update(self._task, description=f"{self._name}: {self._engine} answers")
+        (task,) = (task for task in self._progress.tasks if task.id == self._task)
+        self._progress.update(self._task, total=(task.total or 0) + len(requests))
+        by_text = {str(index): tokens for index, tokens in (aborts or {}).items()}
+        found = self._ask(answer.Run(requests=list(requests), at_once=at_once, aborts=by_text, cold=cold))
+        return found["answers"], found["counters"]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.update(self._task, description=self._name)
+        self._end()
+
+    def _ask(self, what: Any) -> dict[str, Any]:
+        assert self._child.stdin is not None and self._child.stdout is not None
+        try:
+            print(json.dumps(what), file=self._child.stdin, flush=True)
+        except BrokenPipeError:
+            # It has ended; why is on its standard error.
+            pass
+        for line in self._child.stdout:
+            found: dict[str, Any] = json.loads(line)
+            if "done" not in found:
+                return found
+            self._progress.advance(self._task, found["done"])
+        status = self._child.wait()
+        self._reader.join()
+        last = "\n".join(self._last)
+        raise EngineFailed(f"{self._engine} ended with status {status}; it said last:\n{last}")
+
+    def _end(self) -> None:
+        assert self._child.stdin is not None and self._child.stdout is not None
+        self._child.stdin.close()
+        try:
+            self._child.wait(timeout=60)
         finally:
-            child.kill()
-            child.wait()
-        reader.join()
-        if not answers_file.is_file():
-            last = "\n".join(said)
-            raise EngineFailed(
-                f"{options.engine} ended with status {child.returncode}; it said last:\n{last}"
-            )
-        found = json.loads(answers_file.read_text(encoding="utf-8"))
-    progress.update(task, description=name)
-    return found["runs"], found["version"]
+            self._child.kill()
+            self._child.wait()
+            self._child.stdout.close()
 
 
 def _read(stream: IO[str], lines: deque[str]) -> None:
@@ -232,10 +434,15 @@ def _read(stream: IO[str], lines: deque[str]) -> None:
 def show(options: Options, folder: Path, checks: list[Check], version: str, console: Console) -> None:
     """Print a table of the checks and where the first difference of each is."""
     console.print(f"{escape(str(folder))}\n{options.engine} {escape(version)}")
-    table = Table("run", "requests", "equal", "", title="held against each request alone, without drafts")
+    title = "held against each request alone, without drafts"
+    table = Table("run", "requests", "equal", "happened", "", title=title)
     for check in checks:
-        verdict = "[green]equal[/]" if check.ok else "[red]differs[/]"
-        table.add_row(escape(check.name), str(check.requests), str(check.equal), verdict)
+        if check.first_difference is not None:
+            verdict = "[red]differs[/]"
+        else:
+            verdict = "[red]not shown[/]" if check.missing else "[green]equal[/]"
+        happened = ", ".join(f"{what} {count}" for what, count in check.evidence.items())
+        table.add_row(escape(check.name), str(check.requests), str(check.equal), happened, verdict)
     console.print(table)
     for check in checks:
         at = check.first_difference
@@ -243,4 +450,8 @@ def show(options: Options, folder: Path, checks: list[Check], version: str, cons
             console.print(
                 f"[red]{escape(check.name)}[/]: request {at.request}, new token {at.position}: {at.what} "
                 f"{escape(str(at.expected))} expected, {escape(str(at.found))} found"
+            )
+        elif check.missing:
+            console.print(
+                f"[red]{escape(check.name)}[/]: shows nothing, for this never happened: {', '.join(check.missing)}"
             )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
     {"temperature": 0.7, "json_schema": SCHEMA},
     {"temperature": 1.0},
+    # Few tokens to choose from: even the drafts of a model that was never trained are then accepted often.
+    {"temperature": 1.0, "logit_bias": {"40": 40.0, "41": 40.5, "42": 39.5}},
 )
 
 
@@ -56,12 +58,16 @@ class Answer(TypedDict):
     Args:
         tokens: Token ids.
         logprobs: As the engine reports them, of each token; empty if it was asked for none.
-        error: Why there is no answer; None if there is one.
+        error: Why there is no answer; None if there is one, or if it was to be aborted.
+        steps: How many tokens each step of the engine brought; their sum is the number of tokens.
+        cached: Tokens of the prompt that the engine found in its cache.
     """
 
     tokens: list[int]
     logprobs: list[float]
     error: str | None
+    steps: list[int]
+    cached: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +98,26 @@ class Check:
         requests: How many were compared.
         equal: How many of them had equal tokens and log-probabilities.
         first_difference: Of those that had not; None if all had.
+        evidence: How often what the check is about happened, by what that is.
     """
 
     name: str
     requests: int
     equal: int
     first_difference: Difference | None
+    evidence: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[str]:
+        """What the check is about and never happened: it then shows nothing."""
+        return [what for what, count in self.evidence.items() if count < 1]
 
     @property
     def ok(self) -> bool:
-        return self.first_difference is None
+        return self.first_difference is None and not self.missing
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "missing": self.missing}
 
 
 def make_requests(
@@ -138,13 +151,20 @@ def make_requests(
     return requests
 
 
-def compare(name: str, expected: Sequence[Answer], found: Sequence[Answer], logprobs: bool = True) -> Check:
+def compare(
+    name: str,
+    expected: Sequence[Answer],
+    found: Sequence[Answer],
+    evidence: Mapping[str, int] | None = None,
+    logprobs: bool = True,
+) -> Check:
     """Hold answers against the expected ones.
 
     Args:
         name: How ``found`` came about.
         expected: The reference.
         found: As many, in the same order.
+        evidence: See :class:`Check`.
         logprobs: Whether log-probabilities must be equal too, to the last bit.
     """
     if len(expected) != len(found):
@@ -154,7 +174,101 @@ def compare(name: str, expected: Sequence[Answer], found: Sequence[Answer], logp
         for index, (one, other) in enumerate(zip(expected, found, strict=True))
         if (difference := _difference(index, one, other, logprobs)) is not None
     ]
-    return Check(name, len(expected), len(expected) - len(differences), next(iter(differences), None))
+    happened = dict(evidence or {})
+    if logprobs:
+        happened["log-probabilities"] = sum(len(answer["logprobs"]) for answer in expected)
+    first = next(iter(differences), None)
+    return Check(name, len(expected), len(expected) - len(differences), first, happened)
+
+
+def beginning(answer: Answer, length: int) -> Answer:
+    """The answer if it had ended after ``length`` tokens."""
+    if length >= len(answer["tokens"]):
+        return answer
+    return {**answer, "tokens": answer["tokens"][:length], "logprobs": answer["logprobs"][:length]}
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A request that ends inside a window of tokens which one step brought.
+
+    Args:
+        index: Of the request that it comes from.
+        request: The request with its end.
+        start: Tokens before the window.
+        end: Tokens of the answer: more than ``start``, and fewer than with all of the window.
+    """
+
+    index: int
+    request: Request
+    start: int
+    end: int
+
+    def is_inside(self, answer: Answer) -> bool:
+        """Whether the window was the same when the request was run with its end."""
+        return len(answer["tokens"]) == self.end and sum(answer["steps"][:-1]) == self.start
+
+
+def cut_by_length(requests: Sequence[Request], answers: Sequence[Answer]) -> list[Cut]:
+    """Requests whose ``max_tokens`` ends them inside the longest window that they had.
+
+    Args:
+        requests: As they were asked.
+        answers: Theirs, with drafts.
+    """
+    return _cut(requests, answers, lambda answer, start, end: {"max_tokens": end})
+
+
+def cut_by_stop(
+    requests: Sequence[Request], answers: Sequence[Answer], decode: Callable[[list[int]], str]
+) -> list[Cut]:
+    """Requests which a stop string ends inside the longest window that they had.
+
+    Args:
+        requests: As they were asked.
+        answers: Theirs, with drafts.
+        decode: The text of tokens.
+    """
+
+    def stop(answer: Answer, start: int, end: int) -> Mapping[str, Any] | None:
+        before, text = (decode(answer["tokens"][:length]) for length in (end - 1, end))
+        # Half a character is no text yet.
+        if text == before or not text.startswith(before) or "\ufffd" in text:
+            return None
+        # The shortest string that the token completes and nothing before it did.
+        lengths = range(1, len(text) + 1)
+        shortest = next(length for length in lengths if text.find(text[-length:]) == len(text) - length)
+        return {"stop": [text[-shortest:]]}
+
+    return _cut(requests, answers, stop)
+
+
+def _cut(
+    requests: Sequence[Request],
+    answers: Sequence[Answer],
+    how: Callable[[Answer, int, int], Mapping[str, Any] | None],
+) -> list[Cut]:
+    """By what ``how`` makes of an answer, a window's start and an end in it: what changes, or None for nothing."""
+    cuts = []
+    for index, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+        starts = [sum(answer["steps"][:step]) for step in range(len(answer["steps"]))]
+        # The last window may itself be cut.
+        windows = sorted(zip(answer["steps"], starts, strict=True), key=lambda window: -window[0])
+        for size, start in windows:
+            end = start + (size + 1) // 2
+            if size < 2 or (change := how(answer, start, end)) is None:
+                continue
+            made = dict(change)
+            max_tokens = made.pop("max_tokens", request["max_tokens"])
+            changed = Request(
+                prompt=request["prompt"],
+                max_tokens=max_tokens,
+                seed=request["seed"],
+                options={**request["options"], **made},
+            )
+            cuts.append(Cut(index, changed, start, end))
+            break
+    return cuts
 
 
 def _difference(request: int, expected: Answer, found: Answer, logprobs: bool) -> Difference | None:
