@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,30 +12,8 @@ from sglang.srt.speculative.dspark_components.dspark_sts import load_sts_calibra
 
 from deepinfer_plugins.core.settings import SettingError, Settings, prefer
 from deepinfer_plugins.features.calibration import per_position
-from deepinfer_plugins.features.cost_curve import CostCurve, CostModel, CurveCache, measure
+from deepinfer_plugins.features.cost_curve import CostCurve, CostModel, find
 from deepinfer_plugins.features.schedule import Plan, VerificationSchedule, split_on_device
-
-
-class Clock:
-    """Marks on the stream that runs a step, and the time between them once it is there."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-
-    def mark(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event: Any = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def passed(self, mark: Any) -> bool:
-        """Whether the device has come to the mark, and so whatever was copied before it is there."""
-        return not self._on_gpu or bool(mark.query())
-
-    def milliseconds(self, start: Any, end: Any) -> float:
-        """Between two marks that are passed."""
-        return float(start.elapsed_time(end)) if self._on_gpu else 1000 * (end - start)
 
 
 def temperatures(settings: Settings, depth: int) -> tuple[float, ...]:
@@ -86,8 +63,6 @@ def cost_curve(settings: Settings, most: int, run: Callable[[int], float], key: 
             f"--speculative-dspark-sps-table-path {table} and DEEPINFER_PLUGINS_COST_CURVE={settings.cost_curve} both "
             "say what a step costs; unset one"
         )
-    if settings.cost_curve:
-        return CostCurve.load(settings.cost_curve)
     if table:
         rates = load_sps_table_from_path(table)
         if not isinstance(rates, SpsCostTable):
@@ -98,13 +73,7 @@ def cost_curve(settings: Settings, most: int, run: Callable[[int], float], key: 
         return CostCurve(
             tuple(rates.sample_batch_tokens), tuple(1000 / rate for rate in rates.sample_steps_per_sec)
         )
-    cache = CurveCache(settings.curve_cache, settings.curve_cache_ttl_s) if settings.curve_cache else None
-    curve = cache.load(key) if cache else None
-    if curve is None:
-        curve = measure(run, sizes(most))
-        if cache:
-            cache.save(key, curve)
-    return curve
+    return find(settings, key, run, sizes(most), padded=True)
 
 
 class Budget:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-PHASES = ("draft", "forward", "sample")
-
 
 class Metrics:
     """What SGLang's own numbers do not say: acceptance by position, what was verified, and where time goes.
@@ -37,7 +35,7 @@ class Metrics:
             depth: Tokens drafted of each request.
             verified: Of each request, drafts verified.
             accepted: Of each request, drafts accepted.
-            phases_ms: Milliseconds by phase.
+            phases_ms: Milliseconds by phase, of ``features.cost_curve.PHASES``.
         """
         self._steps.inc()
         self._verifications.inc(len(verified))

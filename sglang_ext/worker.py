@@ -8,6 +8,7 @@ kept, so that a request may be aborted, retracted or resumed at any time.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -22,13 +23,14 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 
 from deepinfer_plugins.core.settings import Settings
 from deepinfer_plugins.features.calibration import AcceptanceLog
+from deepinfer_plugins.features.cost_curve import Clock, Mark
 from deepinfer_plugins.features.sampling import Rows
 from deepinfer_plugins.features.schedule import Plan
 from deepinfer_plugins.features.verification import verify
 from deepinfer_plugins.model.step import NO_TOKEN
 from deepinfer_plugins.sglang_ext import speculation, versions
-from deepinfer_plugins.sglang_ext.budget import Budget, Clock, cost_curve
-from deepinfer_plugins.sglang_ext.metrics import PHASES, Metrics
+from deepinfer_plugins.sglang_ext.budget import Budget, cost_curve
+from deepinfer_plugins.sglang_ext.metrics import Metrics
 
 
 class Window(NamedTuple):
@@ -80,6 +82,7 @@ class Outcome(NamedTuple):
     Args:
         slots: int64 ``[requests]``, on the host.
         plan: The schedule's; None if it verified everything.
+        planning_ms: Milliseconds that the host took for it.
         marks: Four of the clock's, around the phases.
         numbers: fp32 ``[requests, 2 + 2 * depth]``, on the host once the last mark is passed: drafts verified, drafts
             accepted, confidences, and the logits of those.
@@ -88,7 +91,8 @@ class Outcome(NamedTuple):
 
     slots: torch.Tensor
     plan: Plan | None
-    marks: tuple[Any, ...]
+    planning_ms: float
+    marks: tuple[Mark, ...]
     numbers: torch.Tensor
     num_rows: int
 
@@ -148,8 +152,7 @@ class DraftingWorker(BaseSpecWorker):
         )
         self._network.logits(self._network(step, self._runner.attn_backend.caches(nowhere, 1)))
         end = self._clock.mark()
-        if device.type == "cuda":
-            end.synchronize()
+        self._clock.wait()
         return self._clock.milliseconds(start, end)
 
     @property
@@ -200,7 +203,9 @@ class DraftingWorker(BaseSpecWorker):
     @torch.no_grad()
     def _decode(self, batch: Any, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
         self._collect()
+        asked = time.perf_counter()
         plan = None if self._budget is None else self._budget.plan(batch.req_pool_indices_cpu)
+        planning_ms = 1e3 * (time.perf_counter() - asked)
         backend, state = self._runner.attn_backend, self._sampling.state
         # The last token's position is the number of tokens before it.
         last, positions = batch.spec_info.bonus_tokens.long(), batch.seq_lens.long()
@@ -242,7 +247,7 @@ class DraftingWorker(BaseSpecWorker):
             self._report_logprobs(output, verified, batch)
         marks = (started, has_drafted, has_run, self._clock.mark())
         judged = torch.cat([confidences, drafted.confidence_logits], dim=1)
-        self._await(batch.req_pool_indices_cpu, plan, marks, window, accepted, judged)
+        self._await(batch.req_pool_indices_cpu, plan, planning_ms, marks, window, accepted, judged)
         bonus = verified.tokens.gather(1, accepted[:, None])[:, 0]
         return GenerationBatchResult(
             logits_output=output,
@@ -259,7 +264,8 @@ class DraftingWorker(BaseSpecWorker):
         self,
         slots: torch.Tensor,
         plan: Plan | None,
-        marks: tuple[Any, ...],
+        planning_ms: float,
+        marks: tuple[Mark, ...],
         window: Window,
         accepted: torch.Tensor,
         judged: torch.Tensor,
@@ -270,14 +276,17 @@ class DraftingWorker(BaseSpecWorker):
         numbers = torch.cat([(window.offsets.diff() - 1)[:, None], accepted[:, None], judged], dim=1)
         numbers = numbers.to("cpu", non_blocking=True)
         num_rows = window.request.shape[0]
-        self._outcomes.append(Outcome(slots, plan, (*marks, self._clock.mark()), numbers, num_rows))
+        marks = (*marks, self._clock.mark())
+        self._outcomes.append(Outcome(slots, plan, planning_ms, marks, numbers, num_rows))
 
     def _collect(self) -> None:
         """Hand on what has arrived on the host, without waiting for what has not."""
         while self._outcomes and self._clock.passed(self._outcomes[0].marks[-1]):
-            slots, plan, marks, numbers, num_rows = self._outcomes.popleft()
-            times = (self._clock.milliseconds(a, b) for a, b in zip(marks[:3], marks[1:4], strict=True))
-            phases = dict(zip(PHASES, times, strict=True))
+            slots, plan, planning_ms, marks, numbers, num_rows = self._outcomes.popleft()
+            draft, forward, sample = (
+                self._clock.milliseconds(start, end) for start, end in zip(marks[:3], marks[1:4], strict=True)
+            )
+            phases = {"schedule": planning_ms, "draft": draft, "forward": forward, "sample": sample}
             (verified, accepted), confidences = numbers[:, :2].long().T, numbers[:, 2 : 2 + self.depth]
             if self._metrics is not None:
                 self._metrics.observe(self.depth, verified.tolist(), accepted.tolist(), phases)
@@ -286,8 +295,8 @@ class DraftingWorker(BaseSpecWorker):
             if self._budget is not None and plan is not None:
                 self._budget.record(slots, confidences, plan)
                 if self._budget.cost is not None:
-                    self._budget.cost.observe_forward(num_rows, phases["forward"])
-                    self._budget.cost.observe_sampler(len(slots), phases["draft"] + phases["sample"])
+                    self._budget.cost.observe_forward(num_rows, forward)
+                    self._budget.cost.observe_sampler(len(slots), draft + sample)
 
     def _apply_grammar(
         self, logits: torch.Tensor, window: Window, batch: Any, tree: GrammarTree, barrier: Any

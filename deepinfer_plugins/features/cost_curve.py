@@ -28,11 +28,17 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from deepinfer_plugins.core.settings import Settings
+
+# What a step's time is told apart by, in the metrics of both engines: choosing how many drafts to verify (on the host),
+# drafting, the model's forward on tokens and drafts, and sampling with verification.
+PHASES = ("schedule", "draft", "forward", "sample")
 FORMAT = "deepinfer-plugins cost curve"
 VERSION = 1
 TIMED = 5
@@ -215,6 +221,76 @@ class CurveCache:
             if other != path and self._now() - other.stat().st_mtime > self.ttl_s + KEPT_AFTER_EXPIRY_S:
                 other.unlink(missing_ok=True)
         return path
+
+
+def find(
+    settings: Settings,
+    key: Mapping[str, Any],
+    run: Callable[[int], float],
+    sizes: Sequence[int],
+    padded: bool,
+) -> CostCurve:
+    """The curve to start with: from the file that was named, from an earlier start, or measured.
+
+    Args:
+        settings: The environment, which names the file and the folder of earlier starts.
+        key: Everything that a step's time depends on, see :meth:`CurveCache.path`.
+        run: See :func:`measure`.
+        sizes: To measure.
+        padded: Whether the engine pads steps to these sizes.
+
+    Raises:
+        ValueError: If a file holds no curve; the message names it.
+    """
+    if settings.cost_curve is not None:
+        return CostCurve.load(settings.cost_curve)
+    if settings.curve_cache is None:
+        return measure(run, sizes, padded=padded)
+    cache = CurveCache(settings.curve_cache, settings.curve_cache_ttl_s)
+    curve = cache.load(key)
+    if curve is None:
+        curve = measure(run, sizes, padded=padded)
+        cache.save(key, curve)
+    return curve
+
+
+# A moment among a device's work: an event on a GPU, which the host runs ahead of; elsewhere seconds.
+Mark: TypeAlias = "float | torch.cuda.Event"
+
+
+class Clock:
+    """Marks among the work of a device, and the time between them once the device has come there.
+
+    Args:
+        device: On a GPU, marks are set on the current stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device if device.type == "cuda" else None
+
+    def mark(self) -> Mark:
+        """Now, as far as the device's work is concerned. Waits for nothing."""
+        if self._gpu is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._gpu))
+        return event
+
+    def passed(self, mark: Mark) -> bool:
+        """Whether the device has come to the mark, so that what was copied before it is there."""
+        return isinstance(mark, float) or mark.query()
+
+    def milliseconds(self, start: Mark, end: Mark) -> float:
+        """Between two marks that are passed."""
+        if isinstance(start, float) or isinstance(end, float):
+            assert isinstance(start, float) and isinstance(end, float)
+            return 1e3 * (end - start)
+        return float(start.elapsed_time(end))
+
+    def wait(self) -> None:
+        """Until the device has done all that it was given."""
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._gpu)
 
 
 class _Medians:

@@ -3,13 +3,24 @@
 import json
 import os
 import pickle
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from deepinfer_plugins.core.settings import Settings
 from deepinfer_plugins.features import cost_curve
-from deepinfer_plugins.features.cost_curve import CostCurve, CostModel, CurveCache, Refinement, measure
+from deepinfer_plugins.features.cost_curve import (
+    Clock,
+    CostCurve,
+    CostModel,
+    CurveCache,
+    Refinement,
+    find,
+    measure,
+)
 
 CURVE = CostCurve((1, 4, 8), (2.0, 3.0, 5.0))
 
@@ -234,3 +245,56 @@ def test_the_cache_removes_what_expired_long_ago(tmp_path: Path) -> None:
     cache.save({"name": "new"}, CURVE)
     kept = {cache.path({"name": name}).name for name in ("expired", "young", "new")}
     assert set(os.listdir(tmp_path)) == kept | {"notes.json"}
+
+
+class TestFind:
+    """A file that was named, else what an earlier start measured, else a measurement."""
+
+    @pytest.fixture
+    def measured(self) -> list[int]:
+        return []
+
+    def run(self, measured: list[int], settings: Settings, **key: str) -> CostCurve:
+        def step(size: int) -> float:
+            measured.append(size)
+            return float(size)
+
+        return find(settings, {"chip": "cpu", **key}, step, [4, 1], padded=False)
+
+    def test_a_file_is_all_there_is(self, tmp_path: Path, measured: list[int]) -> None:
+        CURVE.save(tmp_path / "mine.json")
+        settings = Settings(cost_curve=str(tmp_path / "mine.json"), curve_cache=str(tmp_path / "cache"))
+        assert self.run(measured, settings) == CURVE
+        assert not measured and not (tmp_path / "cache").exists()
+        with pytest.raises(ValueError, match="other.json: expected"):
+            (tmp_path / "other.json").write_text("[]")
+            self.run(measured, Settings(cost_curve=str(tmp_path / "other.json")))
+
+    def test_measured_once_for_a_key(self, tmp_path: Path, measured: list[int]) -> None:
+        settings = Settings(curve_cache=str(tmp_path))
+        first = self.run(measured, settings)
+        assert first == CostCurve((1, 4), (1.0, 4.0), padded=False) and len(measured) == 12
+        assert self.run(measured, settings) == first and len(measured) == 12
+        self.run(measured, settings, chip="another")
+        assert len(measured) == 24
+
+    def test_measured_every_time_without_a_folder(self, measured: list[int]) -> None:
+        for count in (12, 24):
+            self.run(measured, Settings())
+            assert len(measured) == count
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_clock_measures_the_device_s_work(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    clock = Clock(torch.device(device))
+    start = clock.mark()
+    if device == "cuda":
+        torch.cuda._sleep(50_000_000)
+    else:
+        time.sleep(0.02)
+    end = clock.mark()
+    clock.wait()
+    assert clock.passed(start) and clock.passed(end)
+    assert 15 < clock.milliseconds(start, end) < 1000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,15 @@ def accepted(engine: Any) -> list[int]:
     return list(values)
 
 
+def phase_seconds() -> dict[str, float]:
+    """Seconds of all steps by phase, as vLLM's endpoint would give them; its own ``get_metrics`` rounds."""
+    from prometheus_client import REGISTRY
+
+    name = "vllm:spec_decode_phase_seconds_total"
+    samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
+    return {sample.labels["phase"]: sample.value for sample in samples if sample.name == name}
+
+
 @pytest.fixture(scope="module")
 def asked(prompts: list[list[int]]) -> list[tuple[list[int], dict[str, Any]]]:
     return requests(prompts)
@@ -165,8 +175,14 @@ class TestFive:
 
     def test_all_at_once(self, five: Any, asked: Any, plain: Plain) -> None:
         assert five.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+        started = time.monotonic()
         assert generate(five, asked) == plain.all
+        elapsed = time.monotonic() - started
         assert min(accepted(five)) > 0
+        seconds = phase_seconds()
+        # Nothing schedules verification here; the other phases are most of what there is.
+        assert seconds.pop("schedule") == 0 and set(seconds) == {"draft", "forward", "sample"}
+        assert min(seconds.values()) > 0 and elapsed / 4 < sum(seconds.values()) < elapsed
 
     @pytest.mark.parametrize("concurrency", [8, 1])
     def test_fewer_at_once(self, five: Any, asked: Any, plain: Plain, concurrency: int) -> None:
@@ -253,6 +269,8 @@ def test_random_budgets_by_the_environment(
             )
             assert 0 < kept == sum(accepted(engine)) < verified < 0.8 * drafted
             assert engine.counter("vllm:spec_decode_num_verified_tokens_per_pos") == verified
+            seconds = phase_seconds()
+            assert len(seconds) == 4 and 0 < seconds["schedule"] < min(seconds["draft"], seconds["forward"])
     finally:
         patch.revert(patches.DEPTH)
     logged = read_logs([tmp_path / "log"])

@@ -5,13 +5,19 @@ puts them into the statistics of the step, and the front end exports them throug
 ``vllm:spec_decode_num_verified_tokens``, ``vllm:spec_decode_num_verified_tokens_per_pos`` and the histogram
 ``vllm:spec_decode_verified_tokens_per_step`` (the budget as it was used). Accepted over verified at a position is the
 rate at which drafts there are accepted.
+
+And where the time of steps goes, ``vllm:spec_decode_phase_seconds``, by ``features.cost_curve.PHASES``: the worker adds
+it to the output of a later step, once the device is through.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from deepinfer_plugins.features.cost_curve import PHASES
 from deepinfer_plugins.vllm_ext.v0_33 import defaults
 
 _BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -21,6 +27,9 @@ def verifying(original: Any) -> Any:
     """``AsyncOutput`` that also brings to the host how many drafts each request verified."""
 
     class Output(original):
+        # The worker sets it where there is one.
+        phase_ms: dict[str, float] | None = None
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             sampled, given = kwargs["num_sampled_tokens"], kwargs["sampler_output"]
             # One row more than drafts, of the requests that sampled.
@@ -37,6 +46,7 @@ def verifying(original: Any) -> Any:
         def get_output(self) -> Any:
             output = super().get_output()
             output.num_verified_drafts = self._verified.tolist()
+            output.phase_ms = self.phase_ms
             return output
 
     return Output
@@ -49,10 +59,18 @@ def _on(stream: Any, other: Any) -> Any:
 
 
 def counting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Scheduler.update_from_output`` that puts these numbers into the step's statistics, by position."""
+    """``Scheduler.update_from_output`` that puts these numbers into the step's statistics.
+
+    vLLM sends these to the front end by their declared fields. It fills ``num_draft_tokens_per_pos`` with what it
+    scheduled, and reads it nowhere: there go verified drafts by position and, after them, microseconds by phase.
+    """
+    # By scheduler: times of steps that had no statistics of drafts, to be told with the next ones.
+    untold: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = original(self, scheduler_output, model_runner_output)
+        spent = untold.setdefault(self, Counter())
+        spent.update(getattr(model_runner_output, "phase_ms", None) or {})
         verified = getattr(model_runner_output, "num_verified_drafts", None)
         if verified is None:
             return outputs
@@ -60,12 +78,12 @@ def counting(original: Callable[..., Any]) -> Callable[..., Any]:
         for output in outputs.values():
             stats = output.scheduler_stats and output.scheduler_stats.spec_decoding_stats
             if stats:
-                # vLLM fills the field with what it scheduled, and reads it nowhere.
                 by_position = [0] * stats.num_spec_tokens
                 for request, count in zip(model_runner_output.req_ids, verified):
                     for position in range(min(count, len(drafted.get(request, ())))):
                         by_position[position] += 1
-                stats.num_draft_tokens_per_pos = by_position
+                stats.num_draft_tokens_per_pos = by_position + [round(1e3 * spent[phase]) for phase in PHASES]
+                spent.clear()
         return outputs
 
     return update_from_output
@@ -80,7 +98,7 @@ def exporting(original: Any) -> Any:
             self, speculative_config: Any, labelnames: list[str], per_engine_labelvalues: Any, **more: Any
         ) -> None:
             super().__init__(speculative_config, labelnames, per_engine_labelvalues, **more)
-            self._verified: dict[int, tuple[Any, list[Any], Any]] = {}
+            self._verified: dict[int, tuple[Any, list[Any], Any, list[Any]]] = {}
             if speculative_config is None or not defaults.has_our_draft(speculative_config):
                 return
             total = self._counter_cls(
@@ -99,22 +117,30 @@ def exporting(original: Any) -> Any:
                 labelnames=labelnames,
                 buckets=_BUCKETS,
             )
+            phases = self._counter_cls(
+                name="vllm:spec_decode_phase_seconds",
+                documentation="Seconds of steps by phase.",
+                labelnames=[*labelnames, "phase"],
+            )
             for engine, values in per_engine_labelvalues.items():
                 by_position = [
                     positions.labels(*values, str(position))
                     for position in range(speculative_config.num_speculative_tokens)
                 ]
-                self._verified[engine] = total.labels(*values), by_position, steps.labels(*values)
+                seconds = [phases.labels(*values, phase) for phase in PHASES]
+                self._verified[engine] = total.labels(*values), by_position, steps.labels(*values), seconds
 
         def observe(self, spec_decoding_stats: Any, engine_idx: int = 0) -> None:
             super().observe(spec_decoding_stats, engine_idx)
             if engine_idx not in self._verified:
                 return
-            counts = spec_decoding_stats.num_draft_tokens_per_pos
-            total, by_position, steps = self._verified[engine_idx]
-            total.inc(sum(counts))
-            steps.observe(sum(counts))
-            for counter, count in zip(by_position, counts):
+            found, depth = spec_decoding_stats.num_draft_tokens_per_pos, spec_decoding_stats.num_spec_tokens
+            total, by_position, steps, seconds = self._verified[engine_idx]
+            total.inc(sum(found[:depth]))
+            steps.observe(sum(found[:depth]))
+            for counter, count in zip(by_position, found[:depth]):
                 counter.inc(count)
+            for counter, microseconds in zip(seconds, found[depth:]):
+                counter.inc(microseconds / 1e6)
 
     return SpecDecodingProm

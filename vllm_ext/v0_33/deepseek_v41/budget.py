@@ -9,14 +9,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from deepinfer_plugins.core.settings import Settings
-from deepinfer_plugins.features.cost_curve import CostCurve, CostModel, CurveCache, measure
+from deepinfer_plugins.features import cost_curve
+from deepinfer_plugins.features.cost_curve import Clock, CostModel
 from deepinfer_plugins.features.schedule import Plan, VerificationSchedule, split_on_device
 from deepinfer_plugins.vllm_ext.v0_33 import api
 
@@ -31,27 +32,6 @@ class _Copy(NamedTuple):
     slots: npt.NDArray[np.intp]
     confidences: torch.Tensor
     arrived: Callable[[], bool]
-
-
-# A moment: in seconds on a host that waits for its work, else an event of the device.
-Mark: TypeAlias = "float | torch.Event"
-
-
-def _milliseconds(start: Mark, end: Mark) -> float:
-    if isinstance(start, float):
-        assert isinstance(end, float)
-        return 1e3 * (end - start)
-    return start.elapsed_time(end)  # type: ignore[arg-type]
-
-
-class _Timed(NamedTuple):
-    """A step: before its forward, after that, and after sampling and drafting."""
-
-    rows: int
-    requests: int
-    start: Mark
-    forward: Mark
-    end: Mark
 
 
 class Budget(api.AdaptiveVerificationManager):
@@ -84,7 +64,8 @@ class Budget(api.AdaptiveVerificationManager):
             (req_states.max_num_reqs, schedule.depth), dtype=torch.float32, device=req_states.device
         )
         self._copies: deque[_Copy] = deque()
-        self._timed: deque[_Timed] = deque()
+        # Milliseconds on the host since they were last asked for.
+        self._planning_ms = 0.0
 
     def add_request(self, req_idx: int) -> None:
         self.schedule.forget(req_idx)
@@ -92,6 +73,7 @@ class Budget(api.AdaptiveVerificationManager):
 
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
         """Rows of the step, with the budget chosen."""
+        started = time.perf_counter()
         names = list(num_tokens_per_req)
         drafts = {name: len(draft_tokens.get(name, ())) for name in names}
         others = {name: num_tokens_per_req[name] - drafts[name] for name in names}
@@ -109,6 +91,7 @@ class Budget(api.AdaptiveVerificationManager):
             on_device=True,
         )
         self._batch_budget = drafts, others, self._plan.budget
+        self._planning_ms += 1e3 * (time.perf_counter() - started)
         return rows + self._plan.budget
 
     def reallocate_drafts(
@@ -158,25 +141,19 @@ class Budget(api.AdaptiveVerificationManager):
         else:
             self._copies.append(_Copy(plan.step, slots, confidences, lambda: True))
 
-    def mark(self) -> Mark:
-        """Now, as far as the device's work is concerned. Waits for nothing."""
-        if self.req_states.device.type == "cuda":
-            return torch.cuda.current_stream(self.req_states.device).record_event(
-                torch.cuda.Event(enable_timing=True)
-            )
-        return time.perf_counter()
+    def observe(self, rows: int, requests: int, forward_ms: float, rest_ms: float) -> None:
+        """Take in how long a step took, its forward and all the rest, for the cost of those to come."""
+        if self.schedule.cost is not None:
+            self.schedule.cost.observe_forward(rows, forward_ms)
+            self.schedule.cost.observe_sampler(requests, rest_ms)
 
-    def observe(self, rows: int, requests: int, start: Mark, forward: Mark, end: Mark) -> None:
-        """Note how long a step took, for the cost of those to come."""
-        self._timed.append(_Timed(rows, requests, start, forward, end))
+    def take_planning_ms(self) -> float:
+        """Milliseconds that the host has spent on budgets since this was last asked."""
+        spent, self._planning_ms = self._planning_ms, 0.0
+        return spent
 
     def _receive(self) -> None:
-        """Record the confidences and times that have come."""
-        while self._timed and (isinstance(self._timed[0].end, float) or self._timed[0].end.query()):
-            step = self._timed.popleft()
-            if self.schedule.cost is not None:
-                self.schedule.cost.observe_forward(step.rows, _milliseconds(step.start, step.forward))
-                self.schedule.cost.observe_sampler(step.requests, _milliseconds(step.forward, step.end))
+        """Record the confidences that have come."""
         while self._copies and self._copies[0].arrived():
             copy = self._copies.popleft()
             values = copy.confidences.numpy()
@@ -185,26 +162,24 @@ class Budget(api.AdaptiveVerificationManager):
 
 
 def make(req_states: api.RequestState, query_start_loc: torch.Tensor, max_total_logits: int) -> Budget:
-    """The manager, without a cost curve unless one was given: see :func:`provide_curve`.
-
-    Raises:
-        ValueError: If the file named by ``DEEPINFER_PLUGINS_COST_CURVE`` holds none.
-    """
+    """The manager, without a cost curve: see :func:`provide_curve`."""
     settings = Settings.from_env()
-    cost = None if settings.cost_curve is None else CostModel(CostCurve.load(settings.cost_curve))
     depth = req_states.num_speculative_steps
-    schedule = VerificationSchedule(req_states.max_num_reqs, depth, cost, settings.verify_budget)
+    schedule = VerificationSchedule(req_states.max_num_reqs, depth, None, settings.verify_budget)
     return Budget(req_states, query_start_loc, max_total_logits, schedule)
 
 
 def provide_curve(runner: api.GPUModelRunner) -> None:
-    """Measure what steps cost, or read it from an earlier start, if the schedule needs to know.
+    """Find what steps cost, if the schedule needs to know.
 
     Args:
         runner: Ready to run steps.
+
+    Raises:
+        ValueError: If the file named by ``DEEPINFER_PLUGINS_COST_CURVE`` holds no curve.
     """
     budget, settings = runner.adaptive_verification, Settings.from_env()
-    if not isinstance(budget, Budget) or budget.schedule.cost is not None or settings.verify_budget != "auto":
+    if not isinstance(budget, Budget) or settings.verify_budget != "auto":
         return
     most = min(runner.max_num_reqs * runner.decode_query_len, runner.max_num_tokens)
     sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
@@ -216,26 +191,14 @@ def provide_curve(runner: api.GPUModelRunner) -> None:
         "requests": runner.max_num_reqs,
         "sizes": sizes,
     }
-    cache = None
-    if settings.curve_cache is not None:
-        cache = CurveCache(settings.curve_cache, settings.curve_cache_ttl_s)
-    curve = None if cache is None else cache.load(key)
-    if curve is None:
-        curve = measure(lambda size: _timed_step(runner, size), sizes, padded=False)
-        if cache is not None:
-            cache.save(key, curve)
-    budget.schedule.cost = CostModel(curve)
+    clock = Clock(runner.device)
 
+    def run(size: int) -> float:
+        """Milliseconds of a step of ``size`` rows that belong to no one."""
+        clock.wait()
+        start = time.perf_counter()
+        runner._dummy_run(size, context_len=api.envs.VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN)
+        clock.wait()
+        return 1e3 * (time.perf_counter() - start)
 
-def _timed_step(runner: api.GPUModelRunner, size: int) -> float:
-    """Milliseconds of a step of ``size`` rows that belong to no one."""
-
-    def wait() -> None:
-        if runner.device.type == "cuda":
-            torch.cuda.synchronize(runner.device)
-
-    wait()
-    start = time.perf_counter()
-    runner._dummy_run(size, context_len=api.envs.VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN)
-    wait()
-    return 1e3 * (time.perf_counter() - start)
+    budget.schedule.cost = CostModel(cost_curve.find(settings, key, run, sizes, padded=False))

@@ -14,6 +14,7 @@ import torch
 
 from deepinfer_plugins.core.settings import Settings
 from deepinfer_plugins.features.calibration import AcceptanceLog, per_position
+from deepinfer_plugins.features.cost_curve import Clock, Mark
 from deepinfer_plugins.model.step import Caches, Paged, Step
 from deepinfer_plugins.vllm_ext.v0_33 import api
 from deepinfer_plugins.vllm_ext.v0_33.deepseek_v41.budget import NO_CONFIDENCE
@@ -137,6 +138,9 @@ class Speculator(api.DraftModelSpeculator):
             (req_states.max_num_reqs, self.depth), NO_CONFIDENCE, device=device
         )
         settings = Settings.from_env()
+        self._clock = Clock(device)
+        # When drafting for the last step began and ended.
+        self.drafting: tuple[Mark, Mark] | None = None
         self._temperatures = per_position(settings.confidence_temperatures or (1.0,), self.depth)
         path = settings.acceptance_log
         self._log = None if path is None else Outcomes(path, vllm_config, self.draft_token_confidence_probs)
@@ -176,6 +180,18 @@ class Speculator(api.DraftModelSpeculator):
         Returns:
             int64 ``[num_requests, depth]``; :data:`NO_DRAFT` where nothing was drafted.
         """
+        start = self._clock.mark()
+        drafts = self._draft(input_batch, attn_metadata, dummy_run, num_speculative_tokens)
+        self.drafting = start, self._clock.mark()
+        return drafts
+
+    def _draft(
+        self,
+        input_batch: api.InputBatch,
+        attn_metadata: dict[str, Any] | None,
+        dummy_run: bool,
+        num_speculative_tokens: int | None,
+    ) -> torch.Tensor:
         depth = self.depth if num_speculative_tokens is None else num_speculative_tokens
         self.draft_token_confidence_probs[: input_batch.num_reqs] = NO_CONFIDENCE
         drafts = torch.full(
