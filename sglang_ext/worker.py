@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from deepinfer_plugins.features.verification import verify
 from deepinfer_plugins.model.step import NO_TOKEN
 from deepinfer_plugins.sglang_ext import speculation, versions
 from deepinfer_plugins.sglang_ext.budget import Budget, cost_curve
+from deepinfer_plugins.sglang_ext.grammar import SampleDraft, following
 from deepinfer_plugins.sglang_ext.metrics import Metrics
 
 
@@ -216,7 +218,12 @@ class DraftingWorker(BaseSpecWorker):
 
         started = self._clock.mark()
         step = backend.step(slots, requests, last, positions, positions)
-        drafted = self._network.draft(step, caches, self.depth, state.draft_sampler(slots, positions + 1))
+        sample: SampleDraft = state.draft_sampler(slots, positions + 1)
+        if batch.has_grammar and grammar_barrier is not None:
+            # Drafts follow the grammars from the last token on.
+            grammar_barrier()
+        with following(batch.reqs, sample) if batch.has_grammar else nullcontext(sample) as sample:
+            drafted = self._network.draft(step, caches, self.depth, sample)
         has_drafted = self._clock.mark()
         confidences, lengths = torch.zeros_like(drafted.confidence_logits), None
         num_drafts = num_requests * self.depth

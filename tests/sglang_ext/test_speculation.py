@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import math
+import string
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepinfer_plugins.features.cost_curve import PHASES
 from deepinfer_plugins.features.sampling import SamplingParams
 
 POISON = {"DEEPINFER_TEST_POISON_CACHES": "1"}
@@ -188,6 +190,18 @@ def test_grammars(server: Any, drafting: Any, prompts: list[list[int]]) -> None:
         assert tokens(good.result()) == tokens(found)[1:2]
 
 
+def test_drafts_follow_grammars(five: Any, checkpoint: Any, prompts: list[list[int]]) -> None:
+    """Where one token is all that comes next, even a model that was never trained drafts it: six tokens a step."""
+    vocabulary = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
+    letter = next(each for each in string.ascii_letters if each in vocabulary and 2 * each not in vocabulary)
+    regex = {"regex": f"{letter}{{25}}", "temperature": 0, "max_new_tokens": 40, "ignore_eos": False}
+    answers = five.ask(prompts[3:5], [regex, {**regex, "temperature": 1, "sampling_seed": 3}])
+    for answer in answers:
+        assert answer["text"] == 25 * letter
+        # One of the prompt, four times six, and the end.
+        assert answer["meta_info"]["spec_verify_ct"] == 5
+
+
 def test_logprobs(server: Any, drafting: Any, cases: Any, prompts: list[list[int]]) -> None:
     """Of every token and of the best of each position, as without drafts, to the bit."""
     params = [cases[index][0] for index in (0, 3, 5)]
@@ -267,8 +281,10 @@ def test_counters(five: Any, eight: Any, few: Any, prompts: list[list[int]]) -> 
             assert sum(verified) < depth * verifications
         # 3 prompts make the first of 20 tokens each; those behind an end are accepted too.
         assert 3 * 19 <= verifications + sum(accepted) <= 3 * 19 + 3 * depth + 3 * (depth + 1)
-        for phase in ("draft", "forward", "sample"):
-            assert 0 < found[f'phase_seconds_total{{phase="{phase}"}}'] < math.inf
+        seconds = {phase: found[f'phase_seconds_total{{phase="{phase}"}}'] for phase in PHASES}
+        # Where nothing schedules verification, asking for a schedule takes no time.
+        assert 0 < seconds["schedule"] < (0.01 if depth == 5 else math.inf)
+        assert all(0 < seconds[phase] < math.inf for phase in ("draft", "forward", "sample"))
 
 
 def test_a_window_of_rows() -> None:
