@@ -116,6 +116,24 @@ def test_chat_goes_through_the_release_encoding(server: Server, small: Any) -> N
 
 
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [5, 6, 7]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello there"}]}),
+    ],
+)
+def test_answers_name_the_seeds_that_were_chosen(server: Server, path: str, body: dict[str, Any]) -> None:
+    more = {"max_tokens": 6, "temperature": 1, "ignore_eos": True, "return_token_ids": True}
+    status, answer = server.post(path, **body, **more, n=2)
+    assert status == 200, answer
+    first, second = ((choice["seed"], choice["token_ids"]) for choice in answer["choices"])
+    assert first[0] != second[0] and first[1] != second[1]
+    status, again = server.post(path, **body, **more, seed=second[0])
+    assert status == 200, again
+    assert (again["choices"][0]["seed"], again["choices"][0]["token_ids"]) == second
+
+
+@pytest.mark.parametrize(
     ("path", "body", "said"),
     [
         ("/v1/completions", {"prompt": [5, 70000]}, "70000"),

@@ -119,6 +119,25 @@ SEED_REPORTED = Patch(
     remove_when="vLLM reports the seed that it drew",
 )
 
+SEED_NAMED = Patch(
+    target=(
+        "vllm.entrypoints.openai.completion.serving:"
+        "OpenAIServingCompletion.request_output_to_completion_response"
+    ),
+    why="an answer over HTTP is to name the seeds of its samples",
+    upstream="none",
+    remove_when="vLLM reports the seed that it drew",
+    parameters=("final_res_batch",),
+)
+
+SEED_NAMED_IN_CHATS = Patch(
+    target="vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
+    why="the same of a chat",
+    upstream="none",
+    remove_when="vLLM reports the seed that it drew",
+    parameters=("request", "result_generator"),
+)
+
 VERIFIED = Patch(
     target="vllm.v1.worker.gpu.model_runner:AsyncOutput",
     why="how many drafts of each request were verified is known on the device only, when verification is scheduled",
@@ -149,6 +168,8 @@ ENGINE_PATCHES: tuple[Patch, ...] = (
     SEED_CHOSEN,
     SEED_KEPT,
     SEED_REPORTED,
+    SEED_NAMED,
+    SEED_NAMED_IN_CHATS,
     VERIFIED_COUNTED,
     VERIFIED_EXPORTED,
 )
@@ -177,6 +198,8 @@ def apply_in_engine() -> None:
     wrap(SEED_CHOSEN, requests.choosing)
     wrap(SEED_KEPT, requests.keeping)
     wrap(SEED_REPORTED, requests.reporting)
+    wrap(SEED_NAMED, requests.naming)
+    wrap(SEED_NAMED_IN_CHATS, requests.naming_in_chats)
     wrap(VERIFIED_COUNTED, metrics.counting)
     wrap(VERIFIED_EXPORTED, metrics.exporting)
 

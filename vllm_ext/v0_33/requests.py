@@ -2,14 +2,14 @@
 
 vLLM's worker would draw the seed of a request that has none and tell nobody. Here the front end draws it, before
 anything else sees the request, so that a preempted request keeps it; ``CompletionOutput.seed`` reports the seed of each
-sample, and the log those of requests that came without (an answer over HTTP has no field for it). ``n`` samples
-take the seeds from there on.
+sample, and so does ``seed`` in a choice of an OpenAI answer that is not streamed; the log has those of requests that
+came without. ``n`` samples take the seeds from there on.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_plugins.vllm_ext.v0_33 import defaults
@@ -107,3 +107,46 @@ def reporting(original: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return _new_completion_output
+
+
+def naming(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``OpenAIServingCompletion.request_output_to_completion_response`` whose choices name their seeds."""
+
+    def request_output_to_completion_response(
+        self: Any, final_res_batch: list[Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        response = original(self, final_res_batch, *args, **kwargs)
+        _name_seeds(response.choices, (sample for result in final_res_batch for sample in result.outputs))
+        return response
+
+    return request_output_to_completion_response
+
+
+def naming_in_chats(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``OpenAIServingChat.chat_completion_full_generator`` whose choices name their seeds."""
+
+    async def chat_completion_full_generator(
+        self: Any, request: Any, result_generator: AsyncIterator[Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        last: Any = None
+
+        async def passing() -> AsyncIterator[Any]:
+            nonlocal last
+            async for last in result_generator:
+                yield last
+
+        response = await original(self, request, passing(), *args, **kwargs)
+        # An error has no choices.
+        if last is not None and hasattr(response, "choices"):
+            _name_seeds(response.choices, last.outputs)
+        return response
+
+    return chat_completion_full_generator
+
+
+def _name_seeds(choices: Iterable[Any], samples: Iterable[Any]) -> None:
+    """vLLM's models of answers take fields beyond OpenAI's."""
+    for choice, sample in zip(choices, samples, strict=True):
+        seed = getattr(sample, "seed", None)
+        if seed is not None:
+            choice.seed = seed
