@@ -131,11 +131,13 @@ def mxfp8_matmul(
     at_once = max(1, _ROW_ELEMENTS // max(width, 1))
     for start in range(0, n, at_once):
         part = slice(start, start + at_once)
-        x = decode_rows(values[part], scales[part])
+        # Passed on without a name, so that it is freed before the next part is decoded.
         if n < _MANY_ROWS:
-            _launch(x, None, weight, weight_scales, out[part], groups)
+            _launch(decode_rows(values[part], scales[part]), None, weight, weight_scales, out[part], groups)
         else:
-            _by_parts_of_weight(x, weight, weight_scales, out[part], groups)
+            _by_parts_of_weight(
+                decode_rows(values[part], scales[part]), weight, weight_scales, out[part], groups
+            )
 
 
 def decode_rows(values: torch.Tensor, scales: torch.Tensor, rows_per_scale: int = 1) -> torch.Tensor:
@@ -172,8 +174,8 @@ def _by_parts_of_weight(
         rows = x[:, group * k : (group + 1) * k]
         for start in range(group * m, (group + 1) * m, at_once):
             stop = min(start + at_once, (group + 1) * m)
-            part = decode_rows(weight[start:stop], weight_scales[start // 32 : triton.cdiv(stop, 32)], 32)
-            _launch(rows, None, part, None, out[:, start:stop], 1)
+            part_scales = weight_scales[start // 32 : triton.cdiv(stop, 32)]
+            _launch(rows, None, decode_rows(weight[start:stop], part_scales, 32), None, out[:, start:stop], 1)
 
 
 def _launch(x, x_scales, weight, weight_scales, out, groups) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from deepinfer_plugins.core.testing import assert_same_bits
 from deepinfer_plugins.kernels.mxfp8_cast.reference import mxfp8_cast
 from deepinfer_plugins.kernels.registry import NoProvider, choose, providers
 from deepinfer_plugins.kernels.spec import Provider
+from deepinfer_plugins.model.presets import preset
 
 from .conformance import Case, Conformance, Draw, check_agreement, reference
 from .test_combine import TestCombine as _Combine
@@ -229,6 +231,64 @@ def test_the_workspace_is_bounded() -> None:
                 for n in (1, 16, 17, 64, 65, 100, 256, 1000, 4096, 16384):
                     _, separate = matmul.tiling(n, m, groups, splits)
                     assert not separate or 4 * splits * n * groups * m <= 64 << 20, (n, m, k, groups)
+
+
+class Unlaunched:
+    """In place of a kernel: nothing runs."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *args, **options: None
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "most"),
+    [("mxfp8_linear", "wq_b", 192), ("mxfp8_linear", "wo_b", 192), ("experts", "experts", 640)],
+)
+def test_the_workspace_of_16k_tokens_is_bounded(
+    op: str, name: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the release's shapes, without memory: what is allocated beside the result, in MiB."""
+    function = triton_provider(op).load()
+    for path in ("triton_matmul", "experts.triton"):
+        module = importlib.import_module(f"deepinfer_plugins.kernels.{path}")
+        for kernel in [
+            name for name, value in vars(module).items() if hasattr(value, "warmup") and name[:1] == "_"
+        ]:
+            monkeypatch.setattr(module, kernel, Unlaunched())
+    config, n = preset("release"), 16384
+
+    def meta(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device="meta")
+
+    def mxfp8(rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return meta(rows, k, dtype=torch.float8_e4m3fn), meta(rows, k // 32)
+
+    k, d, count = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+    if op == "experts":
+        topk = config.num_experts_per_tok
+        chosen = meta(n, topk, dtype=torch.int64), meta(n, topk, dtype=torch.float32)
+        w13 = meta(count, 2 * d, k // 2), meta(count, 2 * d, k // 32)
+        w2 = meta(count, k, d // 2), meta(count, k, d // 32)
+        args = (*mxfp8(n, k), *chosen, *w13, *w2, 0, 10.0)
+    else:
+        heads, groups = config.num_attention_heads * config.head_dim, config.o_groups * config.o_lora_rank
+        m, k = (heads, config.q_lora_rank) if name == "wq_b" else (k, groups)
+        args = (*mxfp8(n, k), meta(m, k, dtype=torch.float8_e4m3fn), meta(m // 32, k // 32))
+    living: list[weakref.ref[torch.Tensor]] = []
+    peak, empty = 0, torch.empty
+
+    def watched(*shape: Any, **options: Any) -> torch.Tensor:
+        nonlocal peak
+        tensor: torch.Tensor = empty(*shape, **options)
+        living.append(weakref.ref(tensor))
+        alive = [one for one in (ref() for ref in living) if one is not None]
+        peak = max(peak, sum(one.numel() * one.element_size() for one in alive))
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", watched)
+    result = function(*args)
+    workspace = peak - result.numel() * result.element_size()
+    assert 0 < workspace <= most << 20, f"{workspace / 2**20:.0f} MiB"
 
 
 # ---- experts ----
