@@ -31,8 +31,9 @@ from deepinfer_plugins.kernels.triton_records import alignment, entry_records
 
 KEYS = 32
 HEADS = 64
-# Of the partial results that are kept at a time: 64 MiB.
-ELEMENTS_AT_ONCE = 1 << 24
+STAGES = 2
+# Of the partial results that are kept at a time: 72 MiB, those of 192 rows of the release.
+ELEMENTS_AT_ONCE = 9 << 21
 # Parts of the indices, so that a decode step of 64 rows fills a chip.
 INDEX_PARTS = 2
 
@@ -60,64 +61,62 @@ def sparse_attention(
     n, num_heads, d = q.shape
     if d < 32 or d & (d - 1):
         raise ValueError(f"the width of a key is {d}; the triton provider computes powers of two from 32 on")
-    if compressed_pages is None or compressed_table is None or indices is None or not indices.shape[1]:
-        # Never read: there are no indices.
-        compressed_pages, compressed_table, indices = window_pages, window_table, request[:, None][:, :0]
     request, window_start, window_end, sinks = (
         part.contiguous() for part in (request, window_start, window_end, sinks)
     )
-    num_indices = indices.shape[1]
-    parts = 1 + (INDEX_PARTS if num_indices else 0)
     out = torch.empty(n, num_heads, d, dtype=torch.bfloat16, device=q.device)
-    at_once = min(n, max(ELEMENTS_AT_ONCE // (parts * num_heads * d), 1)) if parts > 1 else n
+    has_indices = indices is not None and indices.shape[1] > 0
+    parts = 1 + INDEX_PARTS if has_indices else 1
     partial = total = highest = out
-    if parts > 1:
+    at_once = n
+    if has_indices:
+        at_once = min(n, max(ELEMENTS_AT_ONCE // (parts * num_heads * d), 1))
         partial = torch.empty(at_once, parts, num_heads, d, dtype=torch.float32, device=q.device)
         total, highest = (
             torch.empty(at_once, parts, num_heads, dtype=torch.float32, device=q.device) for _ in range(2)
         )
-    for first in range(0, n, at_once or 1):
-        rows = slice(first, min(first + at_once, n))
-        num_rows = rows.stop - first
-        _attend[(num_rows, triton.cdiv(num_heads, HEADS), parts)](
+
+    def attend(
+        rows: slice, pages: torch.Tensor, table: torch.Tensor, chosen: torch.Tensor | None, num_parts: int
+    ) -> None:
+        """Attend to one of the caches."""
+        _attend[(rows.stop - rows.start, triton.cdiv(num_heads, HEADS), num_parts)](
             out[rows],
             partial,
             total,
             highest,
             q[rows],
-            window_pages,
-            window_table,
-            compressed_pages,
-            compressed_table,
-            indices[rows],
+            pages,
+            table,
             request[rows],
             window_start[rows],
             window_end[rows],
+            chosen,
             sinks,
             scale * LOG2_E,
             *q.stride(),
-            *window_pages.stride(),
-            window_pages.shape[1],
-            *window_table.stride(),
-            *compressed_pages.stride(),
-            compressed_pages.shape[1],
-            *compressed_table.stride(),
-            *indices.stride(),
+            *pages.stride(),
+            *table.stride(),
+            *((0, 0) if chosen is None else chosen.stride()),
             num_heads,
-            num_indices,
+            0 if chosen is None else chosen.shape[1],
             PARTS=parts,
             D=d,
             KEYS=KEYS,
             HEADS=HEADS,
-            WINDOW_GROUP=MXFP8_GROUP,
-            COMPRESSED_GROUP=FP4_GROUP,
-            WINDOW_ALIGN=alignment(window_pages),
-            COMPRESSED_ALIGN=alignment(compressed_pages),
+            PAGE_SIZE=pages.shape[1],
+            GROUP=MXFP8_GROUP if chosen is None else FP4_GROUP,
+            ALIGN=alignment(pages),
             num_warps=8,
-            num_stages=2,
+            num_stages=STAGES,
         )
-        if parts > 1:
-            _add_parts[(num_rows, num_heads)](
+
+    for first in range(0, n, at_once or 1):
+        rows = slice(first, min(first + at_once, n))
+        attend(rows, window_pages, window_table, None, 1)
+        if has_indices:
+            attend(rows, compressed_pages, compressed_table, indices[rows], INDEX_PARTS)
+            _add_parts[(rows.stop - first, num_heads)](
                 out[rows], partial, total, highest, num_heads, PARTS=parts, D=d, num_warps=4
             )
     return out
@@ -149,64 +148,78 @@ def _compressed_keys(record, valid, byte_stride, D: tl.constexpr, KEYS: tl.const
 
 
 @triton.jit
-def _attend_to_keys(
-    queries,
-    is_head,
-    sink,
-    scale,
+def _attend(
+    out,
+    partial,
+    totals,
+    highests,
+    q,
     pages,
     table,
+    request,
+    window_start,
+    window_end,
     indices,
-    first,
-    last,
-    end,
+    sinks,
+    scale,
+    q_row_stride,
+    q_head_stride,
+    q_stride,
     page_stride,
     entry_stride,
     byte_stride,
-    page_size,
+    table_row_stride,
     table_stride,
+    index_row_stride,
     index_stride,
+    num_heads,
+    num_indices,
+    PARTS: tl.constexpr,
     D: tl.constexpr,
     KEYS: tl.constexpr,
     HEADS: tl.constexpr,
-    IS_WINDOW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Attention to one part of a list, relative to the highest score in it or the sink.
+    """Attention of ``HEADS`` heads of one row to its window, or to a part of its indices if there are any.
 
-    Args:
-        queries: Pointers ``[HEADS, D]`` to bfloat16.
-        is_head: ``[HEADS]``, bool, which heads there are.
-        sink: ``[HEADS]``, float32: a score without a key.
-        scale: Of the scores, which are exponents of two.
-        pages: Of the cache.
-        table: Page ids of the request.
-        indices: Of the row; not read for a window.
-        first: Entry, or place among the indices, at which the part begins.
-        last: One past its last tile.
-        end: One past what is valid.
-
-    Returns:
-        weighted: ``[HEADS, D]``, float32, keys times shares.
-        total: ``[HEADS]``, float32, sum of the shares.
-        highest: ``[HEADS]``, float32, the exponent whose share is 1.
+    What is kept of a part: keys times shares, float32 ``[n, PARTS, num_heads, D]``; the sum of the shares; and the
+    exponent whose share is 1.
     """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, D)
+    is_head = head < num_heads
+    queries = q + row * q_row_stride + head[:, None] * q_head_stride + column[None, :] * q_stride
     query = tl.load(queries, mask=is_head[:, None], other=0.0)
-    # With the sink among the scores no maximum is minus infinity.
+    table += tl.load(request + row) * table_row_stride
+    if indices is None:
+        first = tl.maximum(tl.load(window_start + row), 0).to(tl.int32)
+        end = tl.load(window_end + row).to(tl.int32) + 1
+        last = end
+    else:
+        indices += row * index_row_stride
+        num_tiles = tl.cdiv(num_indices, KEYS)
+        first = num_tiles * part // (PARTS - 1) * KEYS
+        last = num_tiles * (part + 1) // (PARTS - 1) * KEYS
+        end = num_indices
+
+    # Shares are powers of two. With the sink among the scores no maximum is minus infinity.
+    sink = tl.load(sinks + head, mask=is_head, other=0.0) * 1.4426950408889634
     highest = tl.maximum(sink, -1e30)
     total = tl.zeros((HEADS,), tl.float32)
     weighted = tl.zeros((HEADS, D), tl.float32)
     for start in range(first, last, KEYS):
         entry = start + tl.arange(0, KEYS)
         valid = entry < end
-        if not IS_WINDOW:
+        if indices is not None:
             entry = tl.load(indices + entry * index_stride, mask=valid, other=-1).to(tl.int32)
             valid = entry >= 0
         record = entry_records(
-            pages, table, table_stride, entry, valid, page_size, page_stride, entry_stride, ALIGN
+            pages, table, table_stride, entry, valid, PAGE_SIZE, page_stride, entry_stride, ALIGN
         )
-        if IS_WINDOW:
+        if indices is None:
             keys = _window_keys(record, valid, byte_stride, D, KEYS, GROUP)
         else:
             keys = _compressed_keys(record, valid, byte_stride, D, KEYS, GROUP)
@@ -218,125 +231,16 @@ def _attend_to_keys(
         total = total * shrink + tl.sum(shares, axis=1)
         weighted = dot(to_bfloat16(shares), keys, weighted * shrink[:, None], "ieee")
         highest = higher
-    return weighted, total, highest
 
-
-@triton.jit
-def _attend(
-    out,
-    partial,
-    totals,
-    highests,
-    q,
-    window_pages,
-    window_table,
-    compressed_pages,
-    compressed_table,
-    indices,
-    request,
-    window_start,
-    window_end,
-    sinks,
-    scale,
-    q_row_stride,
-    q_head_stride,
-    q_stride,
-    window_page_stride,
-    window_entry_stride,
-    window_byte_stride,
-    window_page_size,
-    window_table_row_stride,
-    window_table_stride,
-    compressed_page_stride,
-    compressed_entry_stride,
-    compressed_byte_stride,
-    compressed_page_size,
-    compressed_table_row_stride,
-    compressed_table_stride,
-    index_row_stride,
-    index_stride,
-    num_heads,
-    num_indices,
-    PARTS: tl.constexpr,
-    D: tl.constexpr,
-    KEYS: tl.constexpr,
-    HEADS: tl.constexpr,
-    WINDOW_GROUP: tl.constexpr,
-    COMPRESSED_GROUP: tl.constexpr,
-    WINDOW_ALIGN: tl.constexpr,
-    COMPRESSED_ALIGN: tl.constexpr,
-):
-    """One part of the list of one row, for ``HEADS`` heads."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    column = tl.arange(0, D)
-    is_head = head < num_heads
-    owner = tl.load(request + row)
-    queries = q + row * q_row_stride + head[:, None] * q_head_stride + column[None, :] * q_stride
-    # Shares are powers of two.
-    sink = tl.load(sinks + head, mask=is_head, other=0.0) * 1.4426950408889634
-    if part == 0:
-        start = tl.maximum(tl.load(window_start + row), 0).to(tl.int32)
-        end = tl.load(window_end + row).to(tl.int32) + 1
-        weighted, total, highest = _attend_to_keys(
-            queries,
-            is_head,
-            sink,
-            scale,
-            window_pages,
-            window_table + owner * window_table_row_stride,
-            indices,
-            start,
-            end,
-            end,
-            window_page_stride,
-            window_entry_stride,
-            window_byte_stride,
-            window_page_size,
-            window_table_stride,
-            index_stride,
-            D,
-            KEYS,
-            HEADS,
-            True,
-            WINDOW_GROUP,
-            WINDOW_ALIGN,
-        )
+    if indices is None:
+        # The sink's own share counts once.
         total += tl.exp2(sink - highest)
-        if PARTS == 1:
-            place = out + (row * num_heads + head)[:, None] * D + column[None, :]
-            tl.store(place, to_bfloat16(weighted / total[:, None]), mask=is_head[:, None])
-        else:
-            number = row * PARTS * num_heads + head
-            tl.store(partial + number[:, None] * D + column[None, :], weighted, mask=is_head[:, None])
-            tl.store(totals + number, total, mask=is_head)
-            tl.store(highests + number, highest, mask=is_head)
-    elif PARTS > 1:
-        num_tiles = tl.cdiv(num_indices, KEYS)
-        weighted, total, highest = _attend_to_keys(
-            queries,
-            is_head,
-            sink,
-            scale,
-            compressed_pages,
-            compressed_table + owner * compressed_table_row_stride,
-            indices + row * index_row_stride,
-            num_tiles * (part - 1) // (PARTS - 1) * KEYS,
-            num_tiles * part // (PARTS - 1) * KEYS,
-            num_indices,
-            compressed_page_stride,
-            compressed_entry_stride,
-            compressed_byte_stride,
-            compressed_page_size,
-            compressed_table_stride,
-            index_stride,
-            D,
-            KEYS,
-            HEADS,
-            False,
-            COMPRESSED_GROUP,
-            COMPRESSED_ALIGN,
-        )
+    else:
+        part += 1
+    if PARTS == 1:
+        place = out + (row * num_heads + head)[:, None] * D + column[None, :]
+        tl.store(place, to_bfloat16(weighted / total[:, None]), mask=is_head[:, None])
+    else:
         number = (row * PARTS + part) * num_heads + head
         tl.store(partial + number[:, None] * D + column[None, :], weighted, mask=is_head[:, None])
         tl.store(totals + number, total, mask=is_head)
