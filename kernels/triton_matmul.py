@@ -25,9 +25,9 @@ from deepinfer_plugins.kernels.triton_formats import decode_e4m3, decode_ue8m0, 
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
-# Length of a part of a row at least, and parts of a row at most.
-_SPLIT_LENGTH = 1024
-_MAX_SPLITS = 4
+# Parts of a row of some length; 1 of any other. Rows as long as the release's hidden size are those of its narrow
+# weights (latent query and key, gate, compressor), whose few outputs alone would leave most of a chip idle.
+_SPLITS = {5120: 4}
 
 # From this many programs on a chip counts as filled. A constant, not the chip's own number.
 _FULL = 100
@@ -51,12 +51,12 @@ class Tiling(NamedTuple):
 
 
 _FEW = {
-    16: Tiling(64, 16, 128, 4, 5),
-    32: Tiling(64, 32, 128, 4, 4),
-    64: Tiling(64, 64, 128, 4, 3),
+    16: Tiling(64, 16, 128, 4, 6),
+    32: Tiling(64, 32, 128, 4, 5),
+    64: Tiling(64, 64, 128, 4, 4),
 }
 _MORE = (
-    Tiling(128, 256, 64, 8, 3),
+    Tiling(128, 256, 64, 8, 4),
     Tiling(128, 128, 64, 8, 4),
     Tiling(64, 128, 64, 4, 4),
     Tiling(64, 64, 64, 4, 4),
@@ -65,10 +65,7 @@ _MORE = (
 
 def num_splits(k: int) -> int:
     """Parts into which a row of ``k`` elements is cut."""
-    splits = 1
-    while splits < _MAX_SPLITS and k >= 2 * splits * _SPLIT_LENGTH:
-        splits *= 2
-    return splits
+    return _SPLITS.get(k, 1)
 
 
 def tiling(n: int, m: int, groups: int, splits: int) -> tuple[Tiling, bool]:

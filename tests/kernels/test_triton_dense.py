@@ -41,7 +41,7 @@ OPERATORS: dict[str, type[Conformance]] = {
 VARIANTS = [(op, variant) for op, tests in OPERATORS.items() for variant in tests.variants]
 SUMS = ["mxfp8_linear", "mxfp8_grouped_linear", "linear"]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Length of a row's part at least. The interpreter, which is slow, gets parts of one step.
+# Length of a row's part. The interpreter, which is slow, gets parts of one step.
 PART = 128 if INTERPRETED else 1024
 
 
@@ -57,9 +57,9 @@ def chip() -> torch.device:
 
 @pytest.fixture
 def matmul(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the linear layers share, with parts of ``PART``."""
+    """What the linear layers share, with two parts of rows of twice ``PART`` or a little more."""
     module = pytest.importorskip("deepinfer_plugins.kernels.triton_matmul")
-    monkeypatch.setattr(module, "_SPLIT_LENGTH", PART)
+    monkeypatch.setattr(module, "_SPLITS", {2 * PART: 2, 2 * PART + 64: 2})
     return module
 
 
@@ -137,7 +137,7 @@ def cancelling(op: str, device: torch.device, num_rows: int, k: int = 2 * PART) 
 
 @pytest.mark.parametrize("op", SUMS)
 def test_long_rows_do_not_depend_on_the_batch(op: str, chip: torch.device, matmul: Any) -> None:
-    """Longer than two parts of whole words of scales."""
+    """Parts of unequal length, not of whole words of scales."""
     k = 2 * PART + 64
     case = cancelling(op, chip, 20 if INTERPRETED else 70, k)
     assert matmul.num_splits(k) == 2
