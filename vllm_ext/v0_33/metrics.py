@@ -68,25 +68,38 @@ def counting(original: Callable[..., Any]) -> Callable[..., Any]:
     untold: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        drafts = _counted_drafts(self, scheduler_output)
         outputs = original(self, scheduler_output, model_runner_output)
         spent = untold.setdefault(self, Counter())
         spent.update(getattr(model_runner_output, "phase_ms", None) or {})
         verified = getattr(model_runner_output, "num_verified_drafts", None)
         if verified is None:
             return outputs
-        drafted = scheduler_output.scheduled_spec_decode_tokens
         for output in outputs.values():
             stats = output.scheduler_stats and output.scheduler_stats.spec_decoding_stats
             if stats:
                 by_position = [0] * stats.num_spec_tokens
                 for request, count in zip(model_runner_output.req_ids, verified):
-                    for position in range(min(count, len(drafted.get(request, ())))):
+                    for position in range(min(count, drafts.get(request, 0))):
                         by_position[position] += 1
                 stats.num_draft_tokens_per_pos = by_position + [round(1e3 * spent[phase]) for phase in PHASES]
                 spent.clear()
         return outputs
 
     return update_from_output
+
+
+def _counted_drafts(scheduler: Any, scheduler_output: Any) -> dict[str, int]:
+    """By request, the drafts of a step that vLLM will count when it takes in the step's output.
+
+    That is not those of a request that has ended since, nor those that a grammar made invalid.
+    """
+    invalid = scheduler_output.num_invalid_spec_tokens or {}
+    return {
+        name: len(drafts) - invalid.get(name, 0)
+        for name, drafts in scheduler_output.scheduled_spec_decode_tokens.items()
+        if (request := scheduler.requests.get(name)) is not None and not request.is_finished()
+    }
 
 
 def exporting(original: Any) -> Any:
