@@ -36,13 +36,16 @@ def hc_mix(
     """As the reference, but for sums in float32 before ``z`` is rounded."""
     n, num_streams, d = streams.shape
     width, num_mixes = num_streams * d, len(base)
-    pre, post = (streams.new_empty(n, num_streams, dtype=torch.float32) for _ in range(2))
-    comb = streams.new_empty(n, num_streams, num_streams, dtype=torch.float32)
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=streams.device)
+
+    pre, post, comb = empty(n, num_streams), empty(n, num_streams), empty(n, num_streams, num_streams)
     if not n:
         return pre, post, comb
     num_parts = triton.cdiv(width, SPLIT)
-    products = streams.new_empty(num_parts, n, num_mixes, dtype=torch.float32)
-    squares = streams.new_empty(num_parts, n, dtype=torch.float32)
+    products = empty(num_parts, n, num_mixes)
+    squares = empty(num_parts, n)
     _products[(triton.cdiv(n, ROWS), num_parts)](
         products,
         squares,

@@ -15,8 +15,10 @@ import torch
 
 from deepinfer_plugins.core.target import Arch, Want
 from deepinfer_plugins.core.testing import assert_same_bits
+from deepinfer_plugins.kernels.cache_layout import compressed_bytes, index_key_bytes, window_bytes
 from deepinfer_plugins.kernels.registry import NoProvider, choose, providers
 from deepinfer_plugins.kernels.spec import Provider
+from deepinfer_plugins.model.presets import preset
 
 from .conformance import Case, Conformance, Draw, check_agreement
 from .test_engram_gate import TestEngramGate as _EngramGate
@@ -60,10 +62,19 @@ MANY_ROWS = {"hc_mix": 70, "engram_hash": 40, "engram_gather": 19, "hc_merge": 1
 
 CPU = torch.device("cpu")
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
 interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs TRITON_INTERPRET=1; a GPU runs the kernels themselves",
+    not INTERPRETED, reason="needs TRITON_INTERPRET=1; a GPU runs the kernels themselves"
 )
+
+
+@pytest.fixture
+def chip(device: torch.device) -> torch.device:
+    """A device that runs Triton kernels, if by its interpreter."""
+    if device.type == "cpu" and not INTERPRETED:
+        pytest.skip("needs TRITON_INTERPRET=1")
+    return device
 
 
 def triton_provider(op: str) -> Provider:
@@ -90,13 +101,15 @@ def check_rows(function: Callable[..., Any], case: Case) -> None:
     together = case.call(function)
     last = case.num_rows - 1
     for rows in ([last], [2, 0], [last - 1, 1, last // 2, last, 3]):
-        for got, want in zip(case.call(function, torch.tensor(rows)), together, strict=True):
+        for got, want in zip(
+            case.call(function, torch.tensor(rows, device=together[0].device)), together, strict=True
+        ):
             assert_same_bits(got, want[rows], f"rows {rows}")
 
 
-def many_rows(op: str, variant: str) -> Case:
+def many_rows(op: str, variant: str, device: torch.device = CPU) -> Case:
     """More rows than a program computes."""
-    return OPERATORS[op]().case(Draw(CPU, seed=4), MANY_ROWS.get(op, 7), variant)
+    return OPERATORS[op]().case(Draw(device, seed=4), MANY_ROWS.get(op, 7), variant)
 
 
 @interpreted
@@ -105,10 +118,10 @@ def test_row_does_not_depend_on_the_batch(op: str, variant: str) -> None:
     check_rows(triton_provider(op).load(), many_rows(op, variant))
 
 
-def wide_mix() -> Case:
+def wide_mix(device: torch.device) -> Case:
     """Streams of several parts, the last of which is not whole."""
-    draw, width = Draw(CPU, seed=5), 4 * 336
-    args = many_rows("hc_mix", "4 streams").args
+    draw, width = Draw(device, seed=5), 4 * 336
+    args = many_rows("hc_mix", "4 streams", device).args
     args |= {
         "streams": draw.normal(66, 4, 336),
         "fn": draw.normal(24, width, dtype=torch.float32, scale=0.05),
@@ -116,20 +129,18 @@ def wide_mix() -> Case:
     return Case(args, rows=("streams",))
 
 
-@interpreted
-def test_streams_of_several_parts() -> None:
-    case = wide_mix()
+def test_streams_of_several_parts(chip: torch.device) -> None:
+    case = wide_mix(chip)
     check_agreement(triton_provider("hc_mix"), case)
     check_rows(triton_provider("hc_mix").load(), case)
 
 
-@interpreted
 @pytest.mark.parametrize(
     "op, constant, other",
     [("hc_mix", "SPLIT", 320), ("sparse_attention", "KEYS", 64), ("sparse_attention", "INDEX_PARTS", 1)],
 )
 def test_a_split_that_depends_on_the_batch_is_caught(
-    op: str, constant: str, other: int, monkeypatch: pytest.MonkeyPatch
+    op: str, constant: str, other: int, chip: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Operators that sum in float32. What the others sum in float64 is rounded to the same bits in any order."""
     module = importlib.import_module(f"deepinfer_plugins.kernels.{op}.triton")
@@ -140,7 +151,7 @@ def test_a_split_that_depends_on_the_batch_is_caught(
         monkeypatch.setattr(module, constant, other if few else usual)
         return getattr(module, op)(**args)
 
-    case = wide_mix() if op == "hc_mix" else many_rows(op, "compressed")
+    case = wide_mix(chip) if op == "hc_mix" else many_rows(op, "compressed", chip)
     with pytest.raises(AssertionError, match="first difference"):
         check_rows(mutant, case)
 
@@ -149,10 +160,10 @@ def repaged(pages: torch.Tensor, table: torch.Tensor, page_size: int) -> tuple[t
     """The same entries in pages of another size, in another order; NaN where none is."""
     records = pages[table].flatten(1, 2)
     per_request = -(-records.shape[1] // page_size)
-    names = Draw(CPU, seed=page_size).order(len(table) * per_request).view(len(table), per_request)
-    new = torch.full((names.numel(), page_size, pages.shape[2]), 0xFF, dtype=torch.uint8)
+    names = Draw(pages.device, seed=page_size).order(len(table) * per_request).view(len(table), per_request)
+    new = torch.full((names.numel(), page_size, pages.shape[2]), 0xFF, dtype=torch.uint8, device=pages.device)
     for row, record in zip(names, records):
-        entry = torch.arange(len(record))
+        entry = torch.arange(len(record), device=pages.device)
         new[row[entry // page_size], entry % page_size] = record
     return new, names.int()
 
@@ -160,11 +171,10 @@ def repaged(pages: torch.Tensor, table: torch.Tensor, page_size: int) -> tuple[t
 PAGED = [("sparse_attention", "compressed"), ("index_select", "publish"), ("index_select", "candidates")]
 
 
-@interpreted
 @pytest.mark.parametrize("op, variant", PAGED)
-def test_page_size_has_no_influence(op: str, variant: str) -> None:
+def test_page_size_has_no_influence(op: str, variant: str, chip: torch.device) -> None:
     """The pages of the case hold 7 entries."""
-    case = OPERATORS[op]().case(Draw(CPU), 4, variant)
+    case = OPERATORS[op]().case(Draw(chip), 4, variant)
     function = triton_provider(op).load()
     together = case.call(function)
     kinds = [""] if op == "index_select" else ["window_", "compressed_"]
@@ -176,11 +186,10 @@ def test_page_size_has_no_influence(op: str, variant: str) -> None:
             assert_same_bits(got, want, f"pages of {page_size}")
 
 
-@interpreted
 @pytest.mark.parametrize("op, variant", PAGED)
-def test_graph_padding_has_no_influence(op: str, variant: str) -> None:
+def test_graph_padding_has_no_influence(op: str, variant: str, chip: torch.device) -> None:
     """Rows that a graph adds see nothing: no window, no entries, no candidates."""
-    case = OPERATORS[op]().case(Draw(CPU), 3, variant)
+    case = OPERATORS[op]().case(Draw(chip), 3, variant)
     function = triton_provider(op).load()
     alone = case.call(function)
     nothing = {"window_end": -1, "window_start": 0, "lengths": 0, "indices": -1, "candidates": -1}
@@ -196,12 +205,13 @@ def test_graph_padding_has_no_influence(op: str, variant: str) -> None:
             assert not part[3:].gt(0).any()
 
 
-@interpreted
 @pytest.mark.parametrize(
     "op, constant", [("sparse_attention", "ELEMENTS_AT_ONCE"), ("index_select", "KEYS_AT_ONCE")]
 )
-def test_a_small_workspace_has_no_influence(op: str, constant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = OPERATORS[op]().case(Draw(CPU), 5, "compressed" if op == "sparse_attention" else "publish")
+def test_a_small_workspace_has_no_influence(
+    op: str, constant: str, chip: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = OPERATORS[op]().case(Draw(chip), 5, "compressed" if op == "sparse_attention" else "publish")
     function = triton_provider(op).load()
     want = case.call(function)
     # That of two rows.
@@ -213,13 +223,71 @@ def test_a_small_workspace_has_no_influence(op: str, constant: str, monkeypatch:
         assert_same_bits(got, expected, "two rows at a time")
 
 
-@interpreted
-def test_the_size_of_a_step_has_no_influence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_step_has_no_influence(chip: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a selection: its scores are exact, and it counts."""
-    case = OPERATORS["index_select"]().case(Draw(CPU), 3, "publish")
+    case = OPERATORS["index_select"]().case(Draw(chip), 3, "publish")
     module = importlib.import_module("deepinfer_plugins.kernels.index_select.triton")
     want = case.call(module.index_select)
     for name, value in {"PLACES": 32, "KEYS": 64, "PROGRAMS": 5}.items():
         monkeypatch.setattr(module, name, value)
     for got, expected in zip(case.call(module.index_select), want, strict=True):
         assert_same_bits(got, expected, "small steps")
+
+
+class Unlaunched:
+    """In place of a kernel: nothing runs."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *args, **options: None
+
+
+@pytest.mark.parametrize(("op", "most"), [("sparse_attention", 80), ("index_select", 160), ("hc_mix", 64)])
+def test_the_workspace_of_16k_tokens_and_a_million_entries_is_bounded(
+    op: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the release's shapes, without memory: what is allocated beside the results, in MiB."""
+    module = importlib.import_module(f"deepinfer_plugins.kernels.{op}.triton")
+    for kernel in [
+        name for name, value in vars(module).items() if hasattr(value, "warmup") and name[:1] == "_"
+    ]:
+        monkeypatch.setattr(module, kernel, Unlaunched())
+    config, n = preset("release"), 16384
+    allocated: list[int] = []
+
+    def meta(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device="meta")
+
+    empty = torch.empty
+
+    def watched(*shape: Any, **options: Any) -> torch.Tensor:
+        tensor: torch.Tensor = empty(*shape, **options)
+        allocated.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    def cache(record_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        num_pages = config.max_position_embeddings // 64
+        return meta(num_pages, 64, record_bytes), meta(1, num_pages, dtype=torch.int32)
+
+    row, bfloat16, float32 = meta(n, dtype=torch.int64), torch.bfloat16, torch.float32
+    if op == "sparse_attention":
+        heads, d = config.num_attention_heads, config.head_dim
+        indices = meta(n, config.index_topk, dtype=torch.int32)
+        caches = *cache(window_bytes(d)), *cache(compressed_bytes(d))
+        q, sinks = meta(n, heads, d, dtype=bfloat16), meta(heads, dtype=float32)
+        args: tuple[Any, ...] = (q, *caches, indices, row, row, row, sinks, 1.0)
+    elif op == "index_select":
+        heads, d = config.index_n_heads, config.index_head_dim
+        q, weights = meta(n, heads, d, dtype=bfloat16), meta(n, heads, dtype=bfloat16)
+        choice = config.index_topk, None, config.candidate_topk_blocks, config.candidate_block_size
+        args = (q, weights, *cache(index_key_bytes(d)), row, row, *choice)
+    else:
+        streams, width = config.hc_mult, config.hc_mult * config.hidden_size
+        mixes = streams * (2 + streams)
+        fn, base = meta(mixes, width, dtype=float32), meta(mixes, dtype=float32)
+        streams_of_rows = meta(n, streams, config.hidden_size, dtype=bfloat16)
+        args = (streams_of_rows, fn, base, meta(3, dtype=float32), 1e-20, 1e-6, 20)
+    monkeypatch.setattr(torch, "empty", watched)
+    results = getattr(module, op)(*args)
+    results = results if isinstance(results, tuple) else (results,)
+    workspace = sum(allocated) - sum(result.numel() * result.element_size() for result in results)
+    assert 0 < workspace <= most << 20, f"{workspace / 2**20:.0f} MiB"
