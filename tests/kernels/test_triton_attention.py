@@ -90,7 +90,7 @@ def test_is_chosen_by_name_on_the_chips_it_is_built_for(op: str, monkeypatch: py
 
 
 @interpreted
-@pytest.mark.parametrize("num_rows", [0, 1, 5])
+@pytest.mark.parametrize("num_rows", [0, 3])
 @pytest.mark.parametrize("op, variant", VARIANTS)
 def test_agrees_as_claimed(op: str, variant: str, num_rows: int) -> None:
     check_agreement(triton_provider(op), OPERATORS[op]().case(Draw(CPU), num_rows, variant))
@@ -100,7 +100,7 @@ def check_rows(function: Callable[..., Any], case: Case) -> None:
     """Fail unless some rows have the same bits alone, and in other batches and places."""
     together = case.call(function)
     last = case.num_rows - 1
-    for rows in ([last], [2, 0], [last - 1, 1, last // 2, last, 3]):
+    for rows in ([last], [last - 1, 1, 0]):
         for got, want in zip(
             case.call(function, torch.tensor(rows, device=together[0].device)), together, strict=True
         ):
@@ -109,7 +109,7 @@ def check_rows(function: Callable[..., Any], case: Case) -> None:
 
 def many_rows(op: str, variant: str, device: torch.device = CPU) -> Case:
     """More rows than a program computes."""
-    return OPERATORS[op]().case(Draw(device, seed=4), MANY_ROWS.get(op, 7), variant)
+    return OPERATORS[op]().case(Draw(device, seed=4), MANY_ROWS.get(op, 5), variant)
 
 
 @interpreted
@@ -221,6 +221,17 @@ def test_a_small_workspace_has_no_influence(
     )
     for got, expected in zip(case.call(function), want, strict=True):
         assert_same_bits(got, expected, "two rows at a time")
+
+
+def test_number_of_heads_has_no_influence(chip: torch.device) -> None:
+    """One head, as a rank of many would have, and more than a program computes."""
+    args = _SparseAttention().case(Draw(chip), 2, "compressed").args
+    function = triton_provider("sparse_attention").load()
+    want = function(**args)
+    for heads in (torch.tensor([1]), torch.arange(66) % 3):
+        heads = heads.to(chip)
+        got = function(**args | {"q": args["q"][:, heads], "sinks": args["sinks"][heads]})
+        assert_same_bits(got, want[:, heads], f"{len(heads)} heads")
 
 
 def test_the_size_of_a_step_has_no_influence(chip: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
