@@ -15,7 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -45,6 +45,7 @@ _OWN = (
     VERIFY_BUDGET,
     "DEEPINFER_PLUGINS_ACCEPTANCE_LOG",
 )
+END_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,12 +420,12 @@ class Running(AbstractContextManager["Running"]):
     def _end(self) -> None:
         assert self._child.stdin is not None and self._child.stdout is not None
         self._child.stdin.close()
-        try:
-            self._child.wait(timeout=60)
-        finally:
-            self._child.kill()
-            self._child.wait()
-            self._child.stdout.close()
+        # An engine that does not end by itself has answered all the same.
+        with suppress(subprocess.TimeoutExpired):
+            self._child.wait(END_TIMEOUT_S)
+        self._child.kill()
+        self._child.wait()
+        self._child.stdout.close()
 
 
 def _read(stream: IO[str], lines: deque[str]) -> None:

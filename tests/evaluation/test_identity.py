@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import os
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Thread
@@ -231,7 +232,7 @@ class Here:
         self._thread = Thread(target=run)
         self._thread.start()
 
-    def wait(self, timeout: float = 60) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         self._thread.join(timeout)
         return 0
 
@@ -333,6 +334,25 @@ def test_an_engine_that_ends(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
     assert verify.main(verify.Options("none", requests=1), as_json=True) == 2
     said = capfd.readouterr()
     assert said.out == "" and "none ended with status 1" in said.err and "KeyError: 'none'" in said.err
+
+
+def test_an_engine_that_does_not_end(
+    fake: type[Engine], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What it has answered counts."""
+    killed: list[Here] = []
+
+    class Lasting(Here):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is not None:
+                raise subprocess.TimeoutExpired("engine", timeout)
+            return super().wait()
+
+        def kill(self) -> None:
+            killed.append(self)
+
+    monkeypatch.setattr(verify.subprocess, "Popen", Lasting)
+    assert verify.main(options(), as_json=False) == 0 and len(killed) == 3
 
 
 def test_lists_of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
