@@ -14,7 +14,7 @@ register(
         agrees=Bitwise(),
     )
 )
-# Behind torch until a run on each of these chips is on record.
+# Behind torch until a run on each of these chips is on record. The tolerance is for keys up to 5 in magnitude.
 register(
     Provider(
         op="sparse_attention",
@@ -22,7 +22,7 @@ register(
         path="deepinfer_plugins.kernels.sparse_attention.triton:sparse_attention",
         archs=frozenset({Arch.SM90, Arch.SM100}),
         batch_invariant=True,
-        agrees=Within(atol=4e-3, rtol=1.6e-2),
+        agrees=Within(atol=1e-2, rtol=1.6e-2),
         needs=("triton",),
     )
 )
