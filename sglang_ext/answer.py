@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,7 +27,8 @@ class SglangAnswerer(SglangEngine):
         at_once: Requests that run at once, at most.
         small_pages: Whether a page has one token.
         chunk: Tokens of a step of a prompt at most, a multiple of a page; None: as many as SGLang takes.
-        tight: Whether the caches hold little more than one of the longest sequences.
+        tight: Whether the caches hold a quarter of what ``at_once`` of the longest sequences need, and requests are
+            retracted every few steps.
     """
 
     def __init__(
@@ -45,9 +47,10 @@ class SglangAnswerer(SglangEngine):
         if chunk is not None:
             options |= {"chunked_prefill_size": chunk, "enable_mixed_chunk": True}
         if tight:
-            # SGLang reserves slots for two windows of drafts; and it is to admit more than it has room for.
-            options["max_total_tokens"] = max_positions + 2 * (drafts + 1)
-            options["schedule_conservativeness"] = 0.05
+            # SGLang reserves slots for two windows of drafts. It admits with care, and seldom retracts a request by
+            # itself; with this it also does so every seventh step, as in its own tests.
+            options["max_total_tokens"] = max(max_positions + 2 * (drafts + 1), at_once * max_positions // 4)
+            os.environ |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
         super().__init__(model, drafts, max_positions, **options)
         self._runs = 0
 

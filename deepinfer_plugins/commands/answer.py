@@ -33,7 +33,7 @@ class Start(TypedDict):
         at_once: Requests that run at once, at most.
         small_pages: Whether pages of the caches hold few tokens, so that short prefixes are found again.
         chunk: Tokens of a prompt that a step takes, at most; None: as the engine does.
-        tight: Whether the caches hold little more than one of the longest sequences.
+        tight: Whether the caches are small for what ``at_once`` requests need.
     """
 
     engine: str
