@@ -105,7 +105,10 @@ def main(options: Options, as_json: bool) -> int:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=errors) as progress:
             run = Verification(options, folder, tokenizer, requests, progress)
-            checks = list(run.checks())
+            checks = []
+            for check in run.checks():
+                checks.append(check)
+                progress.console.print(f"{escape(check.name)}: {_verdict(check)}", highlight=False)
     except (ValueError, OSError, ImportError, EngineFailed) as error:
         errors.print(f"verify: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
@@ -432,18 +435,20 @@ def _read(stream: IO[str], lines: deque[str]) -> None:
     lines.extend(line.rstrip() for line in stream)
 
 
+def _verdict(check: Check) -> str:
+    if check.first_difference is not None:
+        return "[red]differs[/]"
+    return "[red]not shown[/]" if check.missing else "[green]equal[/]"
+
+
 def show(options: Options, folder: Path, checks: list[Check], version: str, console: Console) -> None:
     """Print a table of the checks and where the first difference of each is."""
     console.print(f"{escape(str(folder))}\n{options.engine} {escape(version)}")
     title = "held against each request alone, without drafts"
     table = Table("run", "requests", "equal", "happened", "", title=title)
     for check in checks:
-        if check.first_difference is not None:
-            verdict = "[red]differs[/]"
-        else:
-            verdict = "[red]not shown[/]" if check.missing else "[green]equal[/]"
         happened = ", ".join(f"{what} {count}" for what, count in check.evidence.items())
-        table.add_row(escape(check.name), str(check.requests), str(check.equal), happened, verdict)
+        table.add_row(escape(check.name), str(check.requests), str(check.equal), happened, _verdict(check))
     console.print(table)
     for check in checks:
         at = check.first_difference

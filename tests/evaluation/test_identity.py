@@ -262,7 +262,9 @@ def test_an_engine_that_keeps_the_promise(
     fake: type[Engine], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert verify.main(options(depths=(1, 5, 8), budgets=True), as_json=True) == 0
-    said = capfd.readouterr().out
+    said, shown = capfd.readouterr()
+    # Each as soon as it is known.
+    assert shown.index("5 drafts, small pages, alone: equal") < shown.index("8 drafts, 4 at a time: equal")
     found = json.loads(said[said.index("{\n") :])
     assert found["ok"] and set(found) >= {"engine", "checks", "ok"}
     assert [check["name"] for check in found["checks"]] == [
