@@ -76,7 +76,7 @@ def diagnose(engine: str | None = None) -> Diagnosis:
     engine = engine or (present[0] if present else None)
     if engine is None or engine not in present:
         return _without_engine(found, engine, present)
-    found.engine, found.version = engine, engines.version(engine)
+    found.engine, found.version = engine, engines.find_version(engine)
     answer, failure = _ask(engine)
     if answer is None:
         found.problems.append(failure)

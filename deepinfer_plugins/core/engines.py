@@ -13,7 +13,7 @@ class Engine(StrEnum):
     sglang = "sglang"
 
 
-def version(engine: str) -> str | None:
+def find_version(engine: str) -> str | None:
     """The version of an engine's distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(engine)
@@ -23,7 +23,7 @@ def version(engine: str) -> str | None:
 
 def installed() -> list[Engine]:
     """Those of this environment, the default first."""
-    return [engine for engine in Engine if version(engine) is not None]
+    return [engine for engine in Engine if find_version(engine) is not None]
 
 
 def default() -> Engine:

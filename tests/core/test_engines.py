@@ -23,7 +23,7 @@ def having(*there: str) -> Any:
 def test_the_first_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", having("sglang"))
     assert engines.installed() == [Engine.sglang] and engines.default() == "sglang"
-    assert engines.version("sglang") == "1.2" and engines.version("vllm") is None
+    assert engines.find_version("sglang") == "1.2" and engines.find_version("vllm") is None
     monkeypatch.setattr(importlib.metadata, "version", having("sglang", "vllm"))
     assert engines.installed() == ["vllm", "sglang"] and engines.default() == "vllm"
 
