@@ -33,9 +33,7 @@ def candidates(case: KernelCase, n: int) -> list[tuple[Any, ...]]:
     few = max(16, min(256, 1 << (n - 1).bit_length()))
     found: list[tuple[Any, ...]] = []
     if case.op == "experts":
-        for outputs, step, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (3, 4, 5)):
-            found.append((outputs, step, warps, stages))
-        return found
+        return list(itertools.product((64, 128), (4, 8), (2, 3, 4)))
     rows = sorted({few, max(16, few // 2), *([64, 128, 256] if n >= 256 else [])})
     for outputs, count, step, warps, stages, separate in itertools.product(
         (64, 128), rows, (64, 128), (4, 8), (3, 5), (False, True)
@@ -52,9 +50,9 @@ def forced(case: KernelCase, choice: tuple[Any, ...]) -> Any:
     """A context in which the provider has this tiling for everything."""
     if case.op == "experts":
         module = importlib.import_module("deepinfer_plugins.kernels.experts.triton")
-        outputs, step, warps, stages = choice
-        options = {"OUTPUTS": outputs, "STEP": step, "num_warps": warps, "num_stages": stages}
-        return mock.patch.object(module, "launch_options", lambda rows: options)
+        outputs, warps, stages = choice
+        options = {"OUTPUTS": outputs, "num_warps": warps, "num_stages": stages}
+        return mock.patch.object(module, "_LAUNCH", options)
     module = importlib.import_module("deepinfer_plugins.kernels.triton_matmul")
     tile = module.Tiling(*choice[:5])
     return mock.patch.object(module, "tiling", lambda n, m, groups, splits: (tile, choice[5] and splits > 1))

@@ -27,7 +27,8 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 # Parts of a row of some length; 1 of any other. Rows as long as the release's hidden size are those of its narrow
 # weights (latent query and key, gate, compressor), whose few outputs alone would leave most of a chip idle.
-_SPLITS = {5120: 4}
+# Those of the attention's output, at 8192, are cut for the sake of decoding: from 1,024 rows on it costs a quarter.
+_SPLITS = {5120: 4, 8192: 4}
 
 # From this many programs on a chip counts as filled. A constant, not the chip's own number.
 _FULL = 100
@@ -55,6 +56,8 @@ _FEW = {
     32: Tiling(64, 32, 128, 4, 5),
     64: Tiling(64, 64, 128, 4, 4),
 }
+# Of a weight that alone has enough of them.
+_FEW_TALL = Tiling(128, 16, 128, 4, 3)
 _MORE = (
     Tiling(128, 256, 64, 8, 4),
     Tiling(128, 128, 64, 8, 4),
@@ -80,6 +83,8 @@ def tiling(n: int, m: int, groups: int, splits: int) -> tuple[Tiling, bool]:
 def _tiling(n: int, m: int, groups: int, splits: int) -> tuple[Tiling, bool]:
     if n <= 64:
         tile = _FEW[max(16, triton.next_power_of_2(n))]
+        if n <= 16 and splits == 1 and groups * triton.cdiv(m, _FEW_TALL.outputs) >= _FULL:
+            tile = _FEW_TALL
         return tile, splits > 1 and groups * triton.cdiv(m, tile.outputs) < 2 * _FULL
     for tile in _MORE:
         if tile.rows >= 2 * n or (splits > 1 and tile.rows > 128):

@@ -4,17 +4,7 @@ from deepinfer_plugins.core.target import Arch
 from deepinfer_plugins.kernels.registry import register
 from deepinfer_plugins.kernels.spec import Bitwise, Provider
 
-register(
-    Provider(
-        op="combine",
-        name="torch",
-        path="deepinfer_plugins.kernels.combine.reference:combine",
-        archs=frozenset(Arch),
-        batch_invariant=True,
-        agrees=Bitwise(),
-    )
-)
-# Behind torch until a run on each of these chips is on record.
+# Not run on hardware on an SM100.
 register(
     Provider(
         op="combine",
@@ -24,5 +14,16 @@ register(
         batch_invariant=True,
         agrees=Bitwise(),
         needs=("triton",),
+        unchecked=frozenset({Arch.SM100}),
+    )
+)
+register(
+    Provider(
+        op="combine",
+        name="torch",
+        path="deepinfer_plugins.kernels.combine.reference:combine",
+        archs=frozenset(Arch),
+        batch_invariant=True,
+        agrees=Bitwise(),
     )
 )

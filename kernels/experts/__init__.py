@@ -4,17 +4,7 @@ from deepinfer_plugins.core.target import Arch
 from deepinfer_plugins.kernels.registry import register
 from deepinfer_plugins.kernels.spec import Bitwise, Provider, Within
 
-register(
-    Provider(
-        op="experts",
-        name="torch",
-        path="deepinfer_plugins.kernels.experts.torch:experts",
-        archs=frozenset(Arch),
-        batch_invariant=True,
-        agrees=Bitwise(),
-    )
-)
-# Behind torch until a run on each of these chips is on record.
+# The order of its sums on an SM90 has changed since its rows were compared there; on an SM100 nothing has run.
 register(
     Provider(
         op="experts",
@@ -25,5 +15,16 @@ register(
         # One step of bfloat16; and what float32 loses where terms of some 10^4, as in the tests, cancel.
         agrees=Within(atol=2.0**-3, rtol=2.0**-7),
         needs=("triton",),
+        unchecked=frozenset({Arch.SM90, Arch.SM100}),
+    )
+)
+register(
+    Provider(
+        op="experts",
+        name="torch",
+        path="deepinfer_plugins.kernels.experts.torch:experts",
+        archs=frozenset(Arch),
+        batch_invariant=True,
+        agrees=Bitwise(),
     )
 )

@@ -22,7 +22,7 @@ from deepinfer_plugins.kernels.triton_matmul import dot
 # Rows at a time: what bounds the workspace.
 _AT_ONCE = 8192
 
-# Bytes of a weight's row in a step: two columns each.
+# Bytes of a weight's row in a step: two columns each. It sets the order of sums, so it is one for blocks of any size.
 _STEP = 64
 
 # Rows are multiplied by it and weights divided, so that a weight's factor, 2^126 included, is a bfloat16 for every
@@ -62,14 +62,8 @@ def block_size(num_pairs: int, num_experts: int) -> int:
     return min(max(triton.next_power_of_2(mean), 16), 128)
 
 
-def launch_options(rows: int) -> dict[str, int]:
-    """How programs compute blocks of ``rows``. The interpreter rounds once per step, so there all have the same."""
-    return {
-        "OUTPUTS": 64,
-        "STEP": _STEP if rows > 32 or INTERPRETED.value else 2 * _STEP,
-        "num_warps": 8 if rows >= 64 else 4,
-        "num_stages": 4,
-    }
+# The fastest for blocks of every size, of those that `benchmarks/tilings.py` tries, on an H200.
+_LAUNCH = {"OUTPUTS": 64, "num_warps": 4, "num_stages": 3}
 
 
 def _experts(out, values, scales, ids, weights, w13, w13_scales, w2, w2_scales, first_expert, limit) -> None:
@@ -101,7 +95,7 @@ def _experts(out, values, scales, ids, weights, w13, w13_scales, w2, w2_scales, 
     size = n * k // 32
     _decode_halves[(triton.cdiv(size, 64),)](x, values, scales, size, k, BLOCK=64)
     hidden = torch.empty(num_blocks * rows, d, dtype=torch.bfloat16, device=device)
-    launch = {"ROWS": rows, **launch_options(rows)}
+    launch = {"ROWS": rows, "STEP": _STEP, **_LAUNCH}
     outputs, step = launch["OUTPUTS"], launch["STEP"]
     _gate_up[(triton.cdiv(d, outputs), num_blocks)](
         hidden,

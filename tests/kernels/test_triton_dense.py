@@ -332,12 +332,32 @@ def test_a_step_of_experts_that_depends_on_the_batch_is_caught(
         check_some_rows(mutant, case)
 
 
+def long_experts(device: torch.device, num_rows: int) -> Case:
+    """Rows of several steps, so that the order of steps shows in their sums."""
+    draw = Draw(device, seed=13)
+    values, scales = mxfp8_cast(draw.normal(num_rows, 1024))
+    args = {
+        "values": values,
+        "scales": scales,
+        "ids": draw.ints(0, 2, num_rows, 1),
+        "weights": torch.ones(num_rows, 1, device=device),
+        "w13": draw.ints(0, 256, 2, 128, 512, dtype=torch.uint8),
+        "w13_scales": draw.scales(2, 128, 32),
+        "w2": draw.ints(0, 256, 2, 1024, 32, dtype=torch.uint8),
+        "w2_scales": draw.scales(2, 1024, 2),
+        "first_expert": 0,
+        "limit": 1e4,
+    }
+    return Case(args, rows=("values", "scales", "ids", "weights"))
+
+
+@pytest.mark.parametrize("make", [cancelling_experts, long_experts])
 def test_blocks_of_experts_of_any_size_give_the_same_bits(
-    chip: torch.device, monkeypatch: pytest.MonkeyPatch
+    make: Any, chip: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     triton_provider("experts").load()
     module = importlib.import_module("deepinfer_plugins.kernels.experts.triton")
-    case = cancelling_experts(chip, 35 if INTERPRETED else 140)
+    case = make(chip, 35 if INTERPRETED else 140)
     want = case.call(module.experts)[0]
     for size in (16, 64) if INTERPRETED else (16, 32, 64, 128):
         monkeypatch.setattr(module, "block_size", lambda *_, size=size: size)
