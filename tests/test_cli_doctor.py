@@ -128,7 +128,7 @@ def test_own_checkout_is_no_shadow() -> None:
 
 def test_engine_that_can_not_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A probe that dies is reported with what it said, and nothing is claimed."""
-    monkeypatch.setattr(doctor.engines, "version", lambda engine: "0.0" if engine == "vllm" else None)
+    monkeypatch.setattr(doctor.engines, "find_version", lambda engine: "0.0" if engine == "vllm" else None)
     monkeypatch.setattr(doctor.sys, "executable", str(tmp_path / "python"))
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\necho libcuda.so.1 is missing >&2\nexit 3\n")
