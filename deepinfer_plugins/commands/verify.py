@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -278,7 +278,8 @@ class Verification:
         again, counters = engine.run(self._requests, at_once, cold=False)
         evidence = {"cached tokens": sum(found["cached"] for found in again), **_drafting(way, counters)}
         yield self._compare(way, "cached prefixes", again, evidence)
-        yield self._aborted(engine, way, at_once)
+        # Few enough at a time for others to wait for their slots.
+        yield self._aborted(engine, way, max(1, min(at_once, len(self._requests) // 2)))
         by_length = identity.cut_by_length(self._requests, answers)
         yield self._cut(engine, way, "max_tokens inside a window", by_length)
         by_stop = identity.cut_by_stop(self._requests, answers, self._tokenizer.decode)
@@ -305,12 +306,15 @@ class Verification:
     def _cut(self, engine: Running, way: Way, how: str, cuts: Sequence[Cut]) -> Check:
         answers, _ = engine.run([cut.request for cut in cuts], self._options.at_once)
         inside = sum(cut.is_inside(found) for cut, found in zip(cuts, answers, strict=True))
-        return compare(
+        check = compare(
             f"{way.name}, {how}",
             [identity.beginning(self.reference[cut.index], cut.end) for cut in cuts],
             answers,
             {"ends inside an accepted window": inside},
         )
+        if (at := check.first_difference) is None:
+            return check
+        return replace(check, first_difference=replace(at, request=cuts[at.request].index))
 
     def _compare(self, way: Way, how: str, answers: list[Answer], evidence: dict[str, int]) -> Check:
         return compare(f"{way.name}, {how}", self.reference, answers, evidence)
@@ -405,11 +409,9 @@ class Running(AbstractContextManager["Running"]):
 
     def _ask(self, what: Any) -> dict[str, Any]:
         assert self._child.stdin is not None and self._child.stdout is not None
-        try:
+        # If it has ended, why is on its standard error.
+        with suppress(BrokenPipeError):
             print(json.dumps(what), file=self._child.stdin, flush=True)
-        except BrokenPipeError:
-            # It has ended; why is on its standard error.
-            pass
         for line in self._child.stdout:
             found: dict[str, Any] = json.loads(line)
             if "done" not in found:
@@ -422,7 +424,8 @@ class Running(AbstractContextManager["Running"]):
 
     def _end(self) -> None:
         assert self._child.stdin is not None and self._child.stdout is not None
-        self._child.stdin.close()
+        with suppress(BrokenPipeError):
+            self._child.stdin.close()
         # An engine that does not end by itself has answered all the same.
         with suppress(subprocess.TimeoutExpired):
             self._child.wait(END_TIMEOUT_S)

@@ -302,7 +302,16 @@ def test_an_engine_that_breaks_it(
     assert verify.main(options(), as_json=False) == 1
     said = " ".join(capfd.readouterr().out.split())
     assert "no drafts, 4 at a time: request 0, new token 0: token" in said
-    assert "5 drafts, small pages, alone: " not in said
+    assert "5 drafts, small pages, alone: request" not in said
+
+
+def test_a_difference_of_a_cut_request_has_the_request_s_number(
+    fake: type[Engine], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of the requests that this seed makes the first has two tokens, too few for an end inside a window."""
+    monkeypatch.setattr(fake, "by_batch", True)
+    assert verify.main(options(seed=6), as_json=False) == 1
+    assert "max_tokens inside a window: request 1, new token 0" in " ".join(capfd.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
