@@ -20,11 +20,11 @@ import torch
 from tokenizers import Tokenizer
 
 from deepinfer_plugins.core import shipped
+from deepinfer_plugins.core.settings import PROVIDER
 from deepinfer_plugins.core.target import Want
 from deepinfer_plugins.evaluation.engine import Generated, ReferenceEngine
 from deepinfer_plugins.features.sampling import SamplingParams
 from deepinfer_plugins.kernels.catalogue import choices
-from deepinfer_plugins.kernels.registry import operators, providers
 from deepinfer_plugins.platforms.detect import detect
 
 KINDS: tuple[dict[str, Any], ...] = (
@@ -34,15 +34,6 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "min_p": 0.05},
     {"temperature": 0.7, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
 )
-
-
-def prefer(name: str) -> None:
-    """Ask for a provider by name wherever an operator has it."""
-    for op in operators():
-        variable = f"DEEPINFER_PLUGINS_{op.upper()}"
-        os.environ.pop(variable, None)
-        if name in {provider.name for provider in providers(op)}:
-            os.environ[variable] = name
 
 
 def requests(folder: Path, count: int, longest: int) -> list[list[int]]:
@@ -67,7 +58,7 @@ def differences(found: list[Generated], want: list[Generated]) -> list[int]:
 
 
 def run(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
-    prefer(name)
+    os.environ[PROVIDER] = name
     chip = detect().chip
     chosen = {op: choice.provider.name for op, choice in choices(Want(chip.arch)).items()}
     folder = arguments.model or shipped.default_checkpoint()

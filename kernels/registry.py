@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from deepinfer_plugins.core.settings import PROVIDER
 from deepinfer_plugins.core.target import Want
 from deepinfer_plugins.kernels.spec import Provider
 
@@ -52,13 +53,16 @@ def providers(op: str) -> list[Provider]:
 def choose(op: str, want: Want) -> Choice:
     """The first provider that can serve ``want``.
 
-    ``DEEPINFER_PLUGINS_<OP>=<provider>`` asks for one by name; it is then that one or an error.
+    ``DEEPINFER_PLUGINS_<OP>=<provider>`` asks for one by name, and ``DEEPINFER_PLUGINS_PROVIDER=<provider>`` for that
+    of every operator that has it; it is then that one or an error. The former goes before the latter.
 
     Raises:
         NoProvider: If none can; the message says why for each.
     """
     variable = f"DEEPINFER_PLUGINS_{op.upper()}"
     forced = os.environ.get(variable, "")
+    if not forced and os.environ.get(PROVIDER, "") in _PROVIDERS.get(op, {}):
+        variable, forced = PROVIDER, os.environ[PROVIDER]
     if forced and forced not in _PROVIDERS.get(op, {}):
         known = ", ".join(_PROVIDERS.get(op, {})) or "none"
         raise NoProvider(f"{variable}={forced}: {op} has no provider of that name; it has {known}")
@@ -72,7 +76,7 @@ def choose(op: str, want: Want) -> Choice:
         elif want.batch_invariant and want.arch in provider.unchecked and not forced:
             passed_over[provider.name] = (
                 f"not run on hardware: batch invariance unchecked on {want.arch.value}; "
-                f"{variable}={provider.name} takes it all the same"
+                f"DEEPINFER_PLUGINS_{op.upper()}={provider.name} takes it all the same"
             )
         elif chosen is None:
             chosen = provider

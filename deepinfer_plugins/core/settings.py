@@ -22,8 +22,10 @@ VERIFY = "DEEPINFER_PLUGINS_VERIFY"
 VERIFY_BUDGET = "DEEPINFER_PLUGINS_VERIFY_BUDGET"
 COST_CURVE = "DEEPINFER_PLUGINS_COST_CURVE"
 ACCEPTANCE_LOG = "DEEPINFER_PLUGINS_ACCEPTANCE_LOG"
-# The other variables with our prefix name a provider of an operator.
-_OURS = (STRICT, MODEL, VERIFY, VERIFY_BUDGET, COST_CURVE, ACCEPTANCE_LOG)
+# Of every operator that has one of the name; read by the kernels' registry.
+PROVIDER = "DEEPINFER_PLUGINS_PROVIDER"
+# The other variables with our prefix name a provider of one operator.
+_OURS = (STRICT, MODEL, VERIFY, VERIFY_BUDGET, COST_CURVE, ACCEPTANCE_LOG, PROVIDER)
 
 # Documented by DeepInfer, and nothing here reads them yet. Those of the first group alter what is
 # generated, so starting without them would break a promise; the second only alters how fast.

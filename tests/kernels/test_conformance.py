@@ -70,6 +70,18 @@ def test_an_unchecked_claim_of_invariance_must_be_asked_for(monkeypatch: pytest.
     assert registry.choose("rms_norm", Want(Arch.SM100)).provider == new
 
 
+def test_a_provider_for_all_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPINFER_PLUGINS_PROVIDER", "torch")
+    chosen = catalogue.choices(Want(Arch.SM90))
+    assert {choice.provider.name for choice in chosen.values()} == {"torch"}
+    assert chosen["linear"].passed_over == {"triton": "DEEPINFER_PLUGINS_PROVIDER=torch"}
+    monkeypatch.setenv("DEEPINFER_PLUGINS_LINEAR", "triton")
+    assert registry.choose("linear", Want(Arch.SM90)).provider.name == "triton"
+    monkeypatch.setenv("DEEPINFER_PLUGINS_PROVIDER", "triton")
+    with pytest.raises(registry.NoProvider, match="triton: built for"):
+        registry.choose("rope", Want(Arch.CPU))
+
+
 def test_every_operator_is_in_the_catalogue_and_tested() -> None:
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     tested = re.findall(r'^    op = "(\w+)"$', tests, re.MULTILINE)
