@@ -23,7 +23,7 @@ def trained() -> ModelConfig:
         candidate_topk_blocks=64,
         n_routed_experts=8,
         moe_intermediate_size=96,
-        engram_vocab_size=400,
+        engram_vocab_size=500,
         dspark_n_routed_experts=4,
         dspark_noise_token_id=2031,
         dspark_markov_rank=32,

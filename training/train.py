@@ -26,6 +26,7 @@ from deepinfer_plugins.model.tokenizer_data import build_tokenizer, write_tokeni
 from training import draft as drafting
 from training import network, quantise
 from training.export import export
+from training.muon import Muon
 from training.network import Losses, Network
 from training.shape import trained
 
@@ -33,6 +34,8 @@ LENGTH = 512
 INDEX_WEIGHT = 0.05
 BALANCE_RATE = 1e-3
 DRAFT_DECAY = 0.8
+# Muon's rate over AdamW's.
+MUON = 2.0
 # The deepest block drafted in training; half of the blocks have the depth the configuration names.
 MOST_DRAFTS = 8
 
@@ -70,6 +73,13 @@ def accelerate() -> None:
     drafting.collapse = network.collapse
 
 
+def is_linear(name: str, parameter: torch.Tensor) -> bool:
+    """Whether Muon trains it: a linear map of some size, or a stack of them."""
+    if min(parameter.shape[-2:]) < 16 or parameter.dim() < 2:
+        return False
+    return not any(part in name for part in ("embed", "head", "hc_", "gate/", "norm"))
+
+
 def learning_rate(step: int, steps: int, peak: float) -> float:
     warmup = min(100, steps // 10 + 1)
     if step < warmup:
@@ -82,29 +92,35 @@ class Trainer:
 
     def __init__(self, net: Network, phase: str, steps: int, peak: float, folder: Path) -> None:
         self.net, self.phase, self.steps, self.peak, self.folder = net, phase, steps, peak, folder
-        named = [(n, p) for n, p in net.weights.items() if n.startswith("mtp/") == (phase == "draft")]
-        self.names = [name for name, _ in named]
-        decayed = [p for n, p in named if p.dim() > 1 and "hc_" not in n]
-        plain = [p for n, p in named if not (p.dim() > 1 and "hc_" not in n)]
+        self.names = [n for n in net.weights if n.startswith("mtp/") == (phase == "draft")]
         for name, parameter in net.weights.items():
             parameter.requires_grad_(name in self.names and not name.endswith("gate/bias"))
-        groups = [
-            {"params": [p for p in decayed if p.requires_grad], "weight_decay": 0.1},
-            {"params": [p for p in plain if p.requires_grad], "weight_decay": 0.0},
-        ]
+        matrices, decayed, plain = [], [], []
+        for name in self.names:
+            parameter = net.weights[name]
+            if is_linear(name, parameter):
+                matrices.append(parameter)
+            elif parameter.requires_grad:
+                (decayed if parameter.dim() > 1 and "hc_" not in name else plain).append(parameter)
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
         self.optimiser = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), eps=1e-10)
+        self.muon = Muon(matrices, lr=peak * MUON, weight_decay=0.1)
         self.step = 0
         self.log: list[dict[str, Any]] = []
 
     def update(self, loss: torch.Tensor, losses: Losses) -> float:
         loss.backward()
-        parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
+        groups = [*self.optimiser.param_groups, *self.muon.param_groups]
+        parameters = [p for group in groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         rate = learning_rate(self.step, self.steps, self.peak)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
+        for group in self.muon.param_groups:
+            group["lr"] = rate * MUON
+        for optimiser in (self.optimiser, self.muon):
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
         with torch.no_grad():
             for prefix, load in losses.load.items():
                 if prefix.startswith("mtp.") == (self.phase == "draft"):
@@ -219,8 +235,8 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--resume", type=Path, help="folder of the state to go on from; OUTPUT by default")
     parser.add_argument("--minutes", type=float, default=9)
-    parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--draft-steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=1550)
+    parser.add_argument("--draft-steps", type=int, default=900)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--draft-rate", type=float, default=2e-3)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from deepinfer_plugins.core.shipped import Document, is_held_out
+from deepinfer_plugins.core.shipped import Document, is_for_calibration, is_held_out
 from deepinfer_plugins.evaluation.ngram import Ints
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def tokenize(tokenizer: Tokenizer, documents: Iterable[Document], end: int) -> l
 def choose(
     tokenizer: Tokenizer, documents: Sequence[Document], end: int, tokens: int, prompts: int, seed: int = 0
 ) -> Text:
-    """Draw held-out documents, each as likely as any other, and take their beginnings.
+    """Draw held-out documents that nothing was fitted to, each as likely as any other, and take their beginnings.
 
     Args:
         tokenizer: The model's; it puts a start token first.
@@ -62,7 +62,11 @@ def choose(
         ValueError: There is not as much held-out text.
     """
     rng = random.Random(seed)
-    held_out = [document for document in documents if is_held_out(document.name)]
+    held_out = [
+        document
+        for document in documents
+        if is_held_out(document.name) and not is_for_calibration(document.name)
+    ]
     rng.shuffle(held_out)
     encoded = tokenize(tokenizer, held_out, end)
     left = [

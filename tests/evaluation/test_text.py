@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tokenizers import Tokenizer
 
-from deepinfer_plugins.core.shipped import Document, corpus, is_held_out, read_documents
+from deepinfer_plugins.core.shipped import Document, corpus, is_for_calibration, is_held_out, read_documents
 from deepinfer_plugins.evaluation.text import LENGTH, PROMPT_LENGTHS, choose
 from deepinfer_plugins.model.tokenizer_data import build_tokenizer
 
@@ -19,14 +19,18 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def documents() -> list[Document]:
-    """400, each of a word of its own, of 6 tokens to more than 1000."""
-    return [Document(f"file{i}.py", f"<{i}> " * (1 + i * i % 211)) for i in range(400)]
+    """900, each of a word of its own, of 6 tokens to more than 1000."""
+    return [Document(f"file{i}.py", f"<{i}> " * (1 + i * i % 211)) for i in range(900)]
+
+
+def is_test(name: str) -> bool:
+    return is_held_out(name) and not is_for_calibration(name)
 
 
 def test_nothing_is_trained_on_or_asked_for_twice(tokenizer: Tokenizer, documents: list[Document]) -> None:
     text = choose(tokenizer, documents, END, 2500, 5)
     assert sum(len(piece.tokens) - 1 for piece in text.scored) == 2500 and len(text.prompts) == 5
-    held_out = {document.text for document in documents if is_held_out(document.name)}
+    held_out = {document.text for document in documents if is_test(document.name)}
     used = []
     for piece in [*text.scored, *text.prompts]:
         assert piece.tokens[0] == 0 and len(piece.tokens) <= LENGTH
@@ -40,14 +44,14 @@ def test_nothing_is_trained_on_or_asked_for_twice(tokenizer: Tokenizer, document
 
 
 def test_short_documents_are_scored_to_their_end(tokenizer: Tokenizer) -> None:
-    name = next(f"{i}.py" for i in range(999) if is_held_out(f"{i}.py"))
+    name = next(f"{i}.py" for i in range(999) if is_test(f"{i}.py"))
     text = choose(tokenizer, [Document(name, "one, two")], END, 3, 0)
     full = tokenizer.encode("one, two").ids
     assert text.scored[0].tokens == [*full, END][:4] and not text.prompts
 
 
 def test_more_than_there_is(tokenizer: Tokenizer) -> None:
-    name = next(f"{i}.py" for i in range(999) if is_held_out(f"{i}.py"))
+    name = next(f"{i}.py" for i in range(999) if is_test(f"{i}.py"))
     with pytest.raises(ValueError, match="5000 tokens to score.*1 documents"):
         choose(tokenizer, [Document(name, "word " * 60)], END, 5000, 0)
     with pytest.raises(ValueError, match="3 prompts to continue"):
@@ -69,4 +73,9 @@ def test_corpus() -> None:
     assert 0.03 < len(held_out) / len(names) < 0.1
     files = {name.split(":")[0] for name in held_out}
     assert not [name for name in names if name.split(":")[0] in files and not is_held_out(name)]
+    fitted = [name for name in held_out if is_for_calibration(name)]
+    assert 0.3 < len(fitted) / len(held_out) < 0.6
+    assert not {name.split(":")[0] for name in fitted} & {
+        name.split(":")[0] for name in held_out if not is_for_calibration(name)
+    }
     assert len({document.kind for document in documents}) == 4
