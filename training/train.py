@@ -154,8 +154,6 @@ class Trainer:
 
 def save(folder: Path, net: Network, trainer: Trainer) -> None:
     """In pieces of at most 15 MB, so that a checkpoint can travel through narrow places."""
-    for old in folder.glob("state-*.pt"):
-        old.unlink()
     pieces: list[dict[str, Any]] = [{"trainer": trainer.state() | {"second": {}}}]
     size = 0
     for kind, tensors in (
@@ -169,7 +167,12 @@ def save(folder: Path, net: Network, trainer: Trainer) -> None:
             pieces[-1].setdefault(kind, {})[name] = tensor
             size += tensor.nbytes
     for index, piece in enumerate(pieces):
-        torch.save(piece, folder / f"state-{index}.pt")
+        torch.save(piece, folder / f"new-{index}.pt")
+    # Only now, when the new state is whole.
+    for old in folder.glob("state-*.pt"):
+        old.unlink()
+    for index in range(len(pieces)):
+        (folder / f"new-{index}.pt").rename(folder / f"state-{index}.pt")
 
 
 def load(folder: Path) -> dict[str, Any]:

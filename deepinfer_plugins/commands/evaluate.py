@@ -125,14 +125,12 @@ def _download(model: str) -> str:
 
 def _measure(request: Request, folder: Path, progress: Progress) -> tuple[Evaluation, str]:
     """Run the checkpoint, while the baseline learns beside it."""
-    from tokenizers import Tokenizer
-
     from deepinfer_plugins.evaluation import text
     from deepinfer_plugins.evaluation.measure import Evaluation
     from deepinfer_plugins.model.checkpoint import Checkpoint
 
     config = Checkpoint.open(folder).config
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = text.open_tokenizer(folder)
     documents = shipped.read_documents(shipped.corpus())
     chosen = text.choose(
         tokenizer, documents, config.eos_token_id, request.tokens, request.prompts, request.seed

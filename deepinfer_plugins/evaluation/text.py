@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -39,6 +40,21 @@ class Text(NamedTuple):
     prompts: list[Piece]
 
 
+def open_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint.
+
+    Raises:
+        ValueError: ``tokenizer.json`` is missing or is none.
+    """
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 (tokenizers raises nothing more precise)
+        raise ValueError(f"{path} is no tokenizer that can be read: {error}") from error
+
+
 def tokenize(tokenizer: Tokenizer, documents: Iterable[Document], end: int) -> list[Ints]:
     """Token ids of each document, from the start token to ``end``."""
     encoded = tokenizer.encode_batch_fast([document.text for document in documents], add_special_tokens=True)
@@ -62,10 +78,16 @@ def choose(
         ValueError: There is not as much held-out text.
     """
     rng = random.Random(seed)
+    # What a generator made twice can be on both sides.
+    known = {
+        document.text
+        for document in documents
+        if not is_held_out(document.name) or is_for_calibration(document.name)
+    }
     held_out = [
         document
         for document in documents
-        if is_held_out(document.name) and not is_for_calibration(document.name)
+        if is_held_out(document.name) and not is_for_calibration(document.name) and document.text not in known
     ]
     rng.shuffle(held_out)
     encoded = tokenize(tokenizer, held_out, end)

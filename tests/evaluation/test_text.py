@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tokenizers import Tokenizer
 
 from deepinfer_plugins.core.shipped import Document, corpus, is_for_calibration, is_held_out, read_documents
-from deepinfer_plugins.evaluation.text import LENGTH, PROMPT_LENGTHS, choose
+from deepinfer_plugins.evaluation.text import LENGTH, PROMPT_LENGTHS, choose, open_tokenizer
 from deepinfer_plugins.model.tokenizer_data import build_tokenizer
 
 END = 1
@@ -50,12 +52,28 @@ def test_short_documents_are_scored_to_their_end(tokenizer: Tokenizer) -> None:
     assert text.scored[0].tokens == [*full, END][:4] and not text.prompts
 
 
+def test_a_copy_of_what_was_trained_on_is_not_held_out(tokenizer: Tokenizer) -> None:
+    trained = next(f"{i}.py" for i in range(999) if not is_held_out(f"{i}.py"))
+    first, second = [f"{i}.py" for i in range(999) if is_test(f"{i}.py")][:2]
+    documents = [Document(trained, "one " * 9), Document(first, "one " * 9), Document(second, "two " * 9)]
+    (piece,) = choose(tokenizer, documents, END, 5, 0).scored
+    assert tokenizer.decode(piece.tokens[1:]).startswith("two")
+
+
 def test_more_than_there_is(tokenizer: Tokenizer) -> None:
     name = next(f"{i}.py" for i in range(999) if is_test(f"{i}.py"))
     with pytest.raises(ValueError, match="5000 tokens to score.*1 documents"):
         choose(tokenizer, [Document(name, "word " * 60)], END, 5000, 0)
     with pytest.raises(ValueError, match="3 prompts to continue"):
         choose(tokenizer, [Document(name, "word " * 60)], END, 10, 3)
+
+
+@pytest.mark.parametrize("content", [None, "{,", "[1]"])
+def test_a_broken_tokenizer_is_named(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match="tokenizer.json is no tokenizer that can be read"):
+        open_tokenizer(tmp_path)
 
 
 def test_kinds() -> None:
