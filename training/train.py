@@ -269,6 +269,8 @@ def main() -> None:
     test_text = Text([d for d in documents if is_held_out(d[0])], tokenizer, device)
     net = Network(config, vocabulary, arguments.dropout)
     state = load(arguments.resume or arguments.output)
+    if arguments.export and not state["weights"]:
+        parser.error(f"--export: there is no state in {arguments.resume or arguments.output}")
     if state["weights"]:
         with torch.no_grad():
             for name, value in state["weights"].items():
