@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.mem_cache.allocation import get_last_loc_torch
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.model_loader.weight_utils import download_weights_from_hf
 from sglang.srt.runtime_context import get_model, get_schedule, get_spec, process_model_config
 
@@ -57,8 +58,9 @@ def build(checkpoint: Checkpoint, device: torch.device) -> DeepseekV41:
         config,
         load_ops(wanted),
         device=device,
-        # Drafts lie beyond the last token.
-        max_positions=process_model_config().context_len + depth,
+        # Drafts lie beyond the last token; and with overlap scheduling a request that its last window took past the
+        # end of the context runs for one more step, before the scheduler knows.
+        max_positions=process_model_config().context_len + 2 * (depth + 1),
         vocabulary=CompressedVocabulary.from_folder(checkpoint.folder, config.vocab_size),
         draft=depth > 0,
     )
@@ -85,6 +87,7 @@ def _install(config: ModelConfig, draft: bool, device: torch.device) -> None:
     patch.wrap(patches.SEED_REPORT, _once)
     if draft:
         patch.apply(patches.DRAFTING, lambda self, server_args: DraftingWorker)
+        patch.wrap(patches.ROW_WIDTH, _wide_enough)
         if device.type == "cpu":
             patch.apply(patches.LAST_SLOTS, get_last_loc_torch)
             patch.apply(patches.ASSIGN_SLOTS, assign_slots)
@@ -94,6 +97,13 @@ def _install(config: ModelConfig, draft: bool, device: torch.device) -> None:
     report().add(
         "hooks", f"attention backend {ATTENTION_BACKEND}", f"{StepBackend.__module__}:{StepBackend.__name__}"
     )
+
+
+def _wide_enough(original: Callable[[], int]) -> Callable[[], int]:
+    def get_req_to_token_extra_context_len() -> int:
+        return max(original(), get_alloc_reserve_per_decode() + get_schedule().page_size - 1)
+
+    return get_req_to_token_extra_context_len
 
 
 def _own_pool(specs: tuple[CacheSpec, ...]) -> Callable[[Any], Any]:

@@ -80,6 +80,16 @@ DRAFTING = Patch(
     parameters=("self", "server_args"),
 )
 
+ROW_WIDTH = Patch(
+    target="sglang.srt.mem_cache.kv_cache_configurator:get_req_to_token_extra_context_len",
+    why=(
+        "with pages of one token, a row of the table of token slots is shorter than what a step with four or more "
+        "drafts reserves at the end of the context"
+    ),
+    upstream="none",
+    remove_when="SGLang makes rows for its reserve at every page size",
+)
+
 LAST_SLOTS = Patch(
     target="sglang.srt.mem_cache.allocation:get_last_loc",
     why="it runs a Triton kernel wherever the attention backend is none that SGLang knows, also on a CPU",
@@ -106,6 +116,7 @@ PATCHES: tuple[Patch, ...] = (
     SEED_REPORT,
     PARALLEL_SEEDS,
     DRAFTING,
+    ROW_WIDTH,
     LAST_SLOTS,
     ASSIGN_SLOTS,
 )

@@ -16,6 +16,7 @@ from deepinfer_plugins.sglang_ext.v0_5_23.patches import PATCHES
 # "module:name" or "module:Class.name" -> parameters it must have.
 SEAMS: dict[str, tuple[str, ...]] = {
     **{patch.target: patch.parameters for patch in PATCHES},
+    "sglang.srt.mem_cache.allocation_sizing:get_alloc_reserve_per_decode": (),
     "sglang.srt.arg_groups.resolution_hooks:register_resolution_hook": ("name",),
     "sglang.srt.arg_groups.overrides:declare_resolution": ("server_args", "source"),
     "sglang.srt.arg_groups.choices:ATTENTION_BACKEND_CHOICES": (),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import string
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,3 +78,20 @@ def test_aborts_and_cached_prefixes(answerer: SglangAnswerer, whole: Any, reques
     for _ in range(2):
         (again,), _ = answerer.answer(requests[2:3], 1, {}, lambda: None)
     assert again["cached"] > 0 and again["tokens"] == wanted[2]["tokens"]
+
+
+def test_the_end_of_the_context(answerer: SglangAnswerer, checkpoint: Path, prompts: list[list[int]]) -> None:
+    """Windows of drafts, all of them accepted, that go past it from everywhere before it; the engine lives on."""
+    vocabulary = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
+    letter = next(each for each in string.ascii_letters if each in vocabulary and 2 * each not in vocabulary)
+    options = {"temperature": 0, "regex": f"{letter}{{99}}"}
+    asked = [
+        Request(prompt=prompts[-1][:length], max_tokens=80 - length, seed=1, options=options)
+        for length in range(50, 62)
+    ]
+    answers, counters = answerer.answer(asked, 2, {}, lambda: None)
+    assert counters["accepted"] > 50
+    for request, answer in zip(asked, answers, strict=True):
+        assert answer["error"] is None and set(answer["tokens"]) == {vocabulary[letter]}
+        # SGLang's end of a context.
+        assert len(request["prompt"]) + len(answer["tokens"]) == 78
