@@ -274,7 +274,9 @@ def test_random_budgets_by_the_environment(
     finally:
         patch.revert(patches.DEPTH)
     logged = read_logs([tmp_path / "log"])
-    assert logged.depth == 5 and verified / 2 < logged.verified.sum() <= verified
+    # vLLM counts no drafts of steps that were under way when their request ended: two at most.
+    in_flight = 2 * 5 * len(asked)
+    assert logged.depth == 5 and verified / 2 < logged.verified.sum() <= verified + in_flight
     assert logged.accepted.sum() > kept / 2
 
 
