@@ -18,7 +18,7 @@ LENGTHS = (1, 9, 33, 7, 5, 2, 4, 12)
 
 @pytest.fixture(scope="module")
 def answerer(checkpoint: Path, engine_environment: Any) -> Iterator[SglangAnswerer]:
-    """Three drafts of which any number is verified, small chunks and caches, and requests that are retracted."""
+    """Eight drafts of which any number is verified, small chunks and caches, and requests that are retracted."""
     more = {"DEEPINFER_ENABLE_MTP_VARLEN": "1", "DEEPINFER_PLUGINS_VERIFY_BUDGET": "random:2"}
     with pytest.MonkeyPatch.context() as patch:
         # The scheduler's process takes this one's.
@@ -28,7 +28,7 @@ def answerer(checkpoint: Path, engine_environment: Any) -> Iterator[SglangAnswer
         # What it sets itself.
         for name in ("DEEPINFER_USE_NEXTN_DECODE", "SGLANG_TEST_RETRACT", "SGLANG_TEST_RETRACT_INTERVAL"):
             patch.setenv(name, "0")
-        made = SglangAnswerer(str(checkpoint), 3, 80, at_once=8, small_pages=True, chunk=32, tight=True)
+        made = SglangAnswerer(str(checkpoint), 8, 80, at_once=8, small_pages=True, chunk=32, tight=True)
         yield made
         made.close()
 
