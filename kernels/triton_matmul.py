@@ -14,16 +14,19 @@ left operand, so that the instruction's shape changes with the rows only along t
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from deepinfer_plugins.kernels.triton_formats import decode_e4m3, decode_ue8m0, to_bfloat16
-
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+from deepinfer_plugins.kernels.triton_formats import (
+    INTERPRETED,
+    decode_e4m3,
+    decode_ue8m0,
+    dot,
+    to_bfloat16,
+)
 
 # Parts of a row of some length; 1 of any other. Rows as long as the release's hidden size are those of its narrow
 # weights (latent query and key, gate, compressor), whose few outputs alone would leave most of a chip idle.
@@ -221,21 +224,6 @@ def _launch(x, x_scales, weight, weight_scales, out, groups) -> None:
     if separate:
         size = n * groups * m
         _add_parts[(triton.cdiv(size, 1024),)](out, sums, size, groups * m, out.stride(0), splits, 1024)
-
-
-@triton.jit
-def dot(a, b, total):
-    """``total + a @ b``, ``a`` and ``b`` bfloat16, in float32.
-
-    The interpreter multiplies bfloat16 by its bits, and numpy's order of summing depends on the shapes; there the
-    sum is in float64 and rounded once.
-    """
-    if INTERPRETED:
-        return (
-            total.to(tl.float64) + tl.dot(a.to(tl.float32).to(tl.float64), b.to(tl.float32).to(tl.float64))
-        ).to(tl.float32)
-    else:
-        return tl.dot(a, b, total)
 
 
 @triton.jit

@@ -31,6 +31,29 @@ def slot_offset(slot, page_size, page_stride, entry_stride):
 
 
 @triton.jit
+def load_pairs(x, column_stride, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr):
+    """Even and odd columns of a row, float32 ``[GROUPS, PAIRS]`` each; zeros from group ``NUM_GROUPS`` on."""
+    group = tl.arange(0, GROUPS)
+    column = 2 * (group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :])
+    present = (group < NUM_GROUPS)[:, None]
+    low = tl.load(x + column * column_stride, mask=present, other=0.0).to(tl.float32)
+    high = tl.load(x + (column + 1) * column_stride, mask=present, other=0.0).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def store_groups(
+    record, values, scales, byte_stride, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr
+):
+    """Write a record: bytes ``values [GROUPS, SIZE]`` of its ``NUM_GROUPS`` groups, then ``scales [GROUPS]``."""
+    group = tl.arange(0, GROUPS)
+    place = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(record + place * byte_stride, values.to(tl.uint8), mask=(group < NUM_GROUPS)[:, None])
+    place = record + (NUM_GROUPS * SIZE + group) * byte_stride
+    tl.store(place, scales.to(tl.uint8), mask=group < NUM_GROUPS)
+
+
+@triton.jit
 def entry_records(
     pages, table, table_stride, entry, valid, page_size, page_stride, entry_stride, ALIGN: tl.constexpr
 ):

@@ -8,16 +8,19 @@ clamped SwiGLU and its cast to MXFP8 are done where the first product ends.
 
 # mypy: ignore-errors
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 
 from deepinfer_plugins.kernels.mxfp8_cast.triton import quantise_mxfp8
 from deepinfer_plugins.kernels.swiglu_and_cast.triton import swiglu
-from deepinfer_plugins.kernels.triton_formats import decode_e4m3, decode_ue8m0, to_bfloat16
-from deepinfer_plugins.kernels.triton_matmul import dot
+from deepinfer_plugins.kernels.triton_formats import (
+    INTERPRETED,
+    decode_e4m3,
+    decode_ue8m0,
+    dot,
+    to_bfloat16,
+)
 
 # Rows at a time: what bounds the workspace.
 _AT_ONCE = 8192
@@ -28,7 +31,6 @@ _STEP = 64
 # Rows are multiplied by it and weights divided, so that a weight's factor, 2^126 included, is a bfloat16 for every
 # scale up to 2^41. No value that a checkpoint has comes near what then overflows.
 SHIFT = tl.constexpr(2.0**40)
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 # Pairs of row and place that are looked at together.
 _PAIRS = 2048

@@ -11,7 +11,7 @@ import triton.language as tl
 from deepinfer_plugins.kernels.cache_layout import FP4_GROUP, compressed_bytes
 from deepinfer_plugins.kernels.formats import E4M3_MAX, FP4_AMAX_FLOOR
 from deepinfer_plugins.kernels.triton_formats import decode_e4m3, encode_e2m1, encode_e4m3, magnitude_bits
-from deepinfer_plugins.kernels.triton_records import check_record_bytes, slot_offset
+from deepinfer_plugins.kernels.triton_records import check_record_bytes, load_pairs, slot_offset, store_groups
 
 
 def store_compressed(x: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
@@ -57,18 +57,11 @@ def _store_compressed(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if slot >= 0:
-        group = tl.arange(0, GROUPS)
-        pair = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
-        present = (group < NUM_GROUPS)[:, None]
-        x += row * row_stride
-        low = tl.load(x + 2 * pair * column_stride, mask=present, other=0.0).to(tl.float32)
-        high = tl.load(x + (2 * pair + 1) * column_stride, mask=present, other=0.0).to(tl.float32)
+        low, high = load_pairs(x + row * row_stride, column_stride, NUM_GROUPS, GROUPS, PAIRS)
         amax_bits = tl.max(tl.maximum(magnitude_bits(low), magnitude_bits(high)), axis=1)
         amax = tl.maximum(amax_bits.to(tl.float32, bitcast=True), FLOOR)
         scale = encode_e4m3(tl.minimum(amax * SIXTH, CEILING)).to(tl.uint8)
         reciprocal = tl.div_rn(tl.full((GROUPS,), 1.0, tl.float32), decode_e4m3(scale))[:, None]
         packed = encode_e2m1(low * reciprocal) | (encode_e2m1(high * reciprocal) << 4)
         record = pages + slot_offset(slot, page_size, page_stride, entry_stride)
-        tl.store(record + pair * byte_stride, packed.to(tl.uint8), mask=present)
-        place = record + (NUM_GROUPS * PAIRS + group) * byte_stride
-        tl.store(place, scale, mask=group < NUM_GROUPS)
+        store_groups(record, packed, scale, byte_stride, NUM_GROUPS, GROUPS, PAIRS)

@@ -15,7 +15,7 @@ from deepinfer_plugins.kernels.triton_formats import (
     reciprocal_ue8m0,
     scale_of_e2m1,
 )
-from deepinfer_plugins.kernels.triton_records import check_record_bytes, slot_offset
+from deepinfer_plugins.kernels.triton_records import check_record_bytes, load_pairs, slot_offset, store_groups
 
 
 def store_index_key(x: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
@@ -55,16 +55,9 @@ def _store_index_key(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if slot >= 0:
-        group = tl.arange(0, GROUPS)
-        pair = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
-        present = (group < NUM_GROUPS)[:, None]
-        x += row * row_stride
-        low = tl.load(x + 2 * pair * column_stride, mask=present, other=0.0).to(tl.float32)
-        high = tl.load(x + (2 * pair + 1) * column_stride, mask=present, other=0.0).to(tl.float32)
+        low, high = load_pairs(x + row * row_stride, column_stride, NUM_GROUPS, GROUPS, PAIRS)
         scale = scale_of_e2m1(tl.max(tl.maximum(magnitude_bits(low), magnitude_bits(high)), axis=1))
         reciprocal = reciprocal_ue8m0(scale)[:, None]
         packed = encode_e2m1(low * reciprocal) | (encode_e2m1(high * reciprocal) << 4)
         record = pages + slot_offset(slot, page_size, page_stride, entry_stride)
-        tl.store(record + pair * byte_stride, packed.to(tl.uint8), mask=present)
-        place = record + (NUM_GROUPS * PAIRS + group) * byte_stride
-        tl.store(place, scale.to(tl.uint8), mask=group < NUM_GROUPS)
+        store_groups(record, packed, scale, byte_stride, NUM_GROUPS, GROUPS, PAIRS)

@@ -15,7 +15,7 @@ from deepinfer_plugins.kernels.triton_formats import (
     reciprocal_ue8m0,
     scale_of_e4m3,
 )
-from deepinfer_plugins.kernels.triton_records import check_record_bytes, slot_offset
+from deepinfer_plugins.kernels.triton_records import check_record_bytes, slot_offset, store_groups
 
 
 def store_window(x: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
@@ -62,6 +62,4 @@ def _store_window(
         scale = scale_of_e4m3(tl.max(magnitude_bits(value), axis=1))
         code = encode_e4m3(value * reciprocal_ue8m0(scale)[:, None])
         record = pages + slot_offset(slot, page_size, page_stride, entry_stride)
-        tl.store(record + column * byte_stride, code.to(tl.uint8), mask=present)
-        place = record + (NUM_GROUPS * GROUP + group) * byte_stride
-        tl.store(place, scale.to(tl.uint8), mask=group < NUM_GROUPS)
+        store_groups(record, code, scale, byte_stride, NUM_GROUPS, GROUPS, GROUP)
