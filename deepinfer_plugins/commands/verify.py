@@ -133,13 +133,12 @@ def main(options: Options, as_json: bool) -> int:
 
 
 def _requests(options: Options, folder: Path) -> tuple[Tokenizer, list[Request]]:
-    from tokenizers import Tokenizer
-
+    from deepinfer_plugins.evaluation.text import open_tokenizer
     from deepinfer_plugins.model.checkpoint import Checkpoint
 
     # Its errors say what is wrong with a folder, before an engine is started on it.
     Checkpoint.open(folder)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = open_tokenizer(folder)
     held_out = [
         document
         for document in shipped.read_documents(shipped.corpus())

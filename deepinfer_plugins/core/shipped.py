@@ -53,5 +53,10 @@ def is_for_calibration(name: str) -> bool:
     return is_held_out(name) and _hash(name) % 2 == 0
 
 
+def is_for_test(name: str) -> bool:
+    """Whether a document is what a checkpoint is tested on: held out, and nothing is fitted to it."""
+    return is_held_out(name) and not is_for_calibration(name)
+
+
 def _hash(name: str) -> int:
     return hashlib.sha256(name.split(":")[0].encode()).digest()[0]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from deepinfer_plugins.core.shipped import Document, is_for_calibration, is_held_out
+from deepinfer_plugins.core.shipped import Document, is_for_test
 from deepinfer_plugins.evaluation.ngram import Ints
 
 if TYPE_CHECKING:
@@ -79,15 +79,9 @@ def choose(
     """
     rng = random.Random(seed)
     # What a generator made twice can be on both sides.
-    known = {
-        document.text
-        for document in documents
-        if not is_held_out(document.name) or is_for_calibration(document.name)
-    }
+    known = {document.text for document in documents if not is_for_test(document.name)}
     held_out = [
-        document
-        for document in documents
-        if is_held_out(document.name) and not is_for_calibration(document.name) and document.text not in known
+        document for document in documents if is_for_test(document.name) and document.text not in known
     ]
     rng.shuffle(held_out)
     encoded = tokenize(tokenizer, held_out, end)

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from deepinfer_plugins.core.shipped import Document, corpus, is_for_calibration, is_held_out, read_documents
+from deepinfer_plugins.core.shipped import (
+    Document,
+    corpus,
+    is_for_calibration,
+    is_for_test,
+    is_held_out,
+    read_documents,
+)
 from deepinfer_plugins.evaluation.text import LENGTH, PROMPT_LENGTHS, choose, open_tokenizer
 from deepinfer_plugins.model.tokenizer_data import build_tokenizer
 
@@ -25,14 +32,10 @@ def documents() -> list[Document]:
     return [Document(f"file{i}.py", f"<{i}> " * (1 + i * i % 211)) for i in range(900)]
 
 
-def is_test(name: str) -> bool:
-    return is_held_out(name) and not is_for_calibration(name)
-
-
 def test_nothing_is_trained_on_or_asked_for_twice(tokenizer: Tokenizer, documents: list[Document]) -> None:
     text = choose(tokenizer, documents, END, 2500, 5)
     assert sum(len(piece.tokens) - 1 for piece in text.scored) == 2500 and len(text.prompts) == 5
-    held_out = {document.text for document in documents if is_test(document.name)}
+    held_out = {document.text for document in documents if is_for_test(document.name)}
     used = []
     for piece in [*text.scored, *text.prompts]:
         assert piece.tokens[0] == 0 and len(piece.tokens) <= LENGTH
@@ -46,7 +49,7 @@ def test_nothing_is_trained_on_or_asked_for_twice(tokenizer: Tokenizer, document
 
 
 def test_short_documents_are_scored_to_their_end(tokenizer: Tokenizer) -> None:
-    name = next(f"{i}.py" for i in range(999) if is_test(f"{i}.py"))
+    name = next(f"{i}.py" for i in range(999) if is_for_test(f"{i}.py"))
     text = choose(tokenizer, [Document(name, "one, two")], END, 3, 0)
     full = tokenizer.encode("one, two").ids
     assert text.scored[0].tokens == [*full, END][:4] and not text.prompts
@@ -54,14 +57,14 @@ def test_short_documents_are_scored_to_their_end(tokenizer: Tokenizer) -> None:
 
 def test_a_copy_of_what_was_trained_on_is_not_held_out(tokenizer: Tokenizer) -> None:
     trained = next(f"{i}.py" for i in range(999) if not is_held_out(f"{i}.py"))
-    first, second = [f"{i}.py" for i in range(999) if is_test(f"{i}.py")][:2]
+    first, second = [f"{i}.py" for i in range(999) if is_for_test(f"{i}.py")][:2]
     documents = [Document(trained, "one " * 9), Document(first, "one " * 9), Document(second, "two " * 9)]
     (piece,) = choose(tokenizer, documents, END, 5, 0).scored
     assert tokenizer.decode(piece.tokens[1:]).startswith("two")
 
 
 def test_more_than_there_is(tokenizer: Tokenizer) -> None:
-    name = next(f"{i}.py" for i in range(999) if is_test(f"{i}.py"))
+    name = next(f"{i}.py" for i in range(999) if is_for_test(f"{i}.py"))
     with pytest.raises(ValueError, match="5000 tokens to score.*1 documents"):
         choose(tokenizer, [Document(name, "word " * 60)], END, 5000, 0)
     with pytest.raises(ValueError, match="3 prompts to continue"):
