@@ -30,7 +30,7 @@ def to_bfloat16(x):
 
 
 @triton.jit
-def dot(a, b, total, PRECISION: tl.constexpr = "tf32"):
+def dot(a, b, total, PRECISION: tl.constexpr = None):
     """``total + a @ b``, float32, of bfloat16 or float32 operands; the precision is of the latter.
 
     numpy's order of summing depends on where a row stands, so in the interpreter the sum is in float64, rounded once.
