@@ -85,7 +85,7 @@ class Compressor(nn.Module):
             latent = self._pool(latent, rows, caches.compressor[self.layer])
         latent = self.norm(latent)
         # An entry sits at the first position it stands for.
-        positions = rows.step.positions // self.ratio * self.ratio
+        positions = (rows.step.positions // self.ratio * self.ratio).clamp(min=0)
         key = self.ops.rope(latent[:, None], positions, self.rope_table, False)[:, 0]
         pages = caches.compressed[self.layer]
         self.ops.store_compressed(key, pages.pages, rows.entry_slots(pages, self.ratio))
@@ -144,7 +144,7 @@ class Indexer(nn.Module):
             before: The selection of the source before this one, for its candidates.
         """
         q = self.query(q_lora).unflatten(1, (self.heads, -1))
-        q = self.ops.rope(q, rows.positions, self.rope_table, False)
+        q = self.ops.rope(q, rows.angles, self.rope_table, False)
         candidates = before.candidates if self.within_candidates and before is not None else None
         assert self.key_layer is not None
         keys = caches.index_key[self.key_layer]
@@ -246,7 +246,7 @@ class Attention(nn.Module):
 
     def store(self, kv: torch.Tensor, rows: Rows, window: Paged) -> None:
         """Write the window keys of all rows. ``kv`` is ``[num_local, head_dim]``, bf16, before its norm."""
-        key = self.ops.rope(self.kv_norm(kv)[:, None], rows.positions, self.rope_table, False)[:, 0]
+        key = self.ops.rope(self.kv_norm(kv)[:, None], rows.angles, self.rope_table, False)[:, 0]
         self.ops.store_window(rows.gather(key), window.pages, rows.position_slots(window))
 
     def attend(
@@ -260,7 +260,7 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Softmax over window, selection and sink, then the output projections; bf16 ``[n, hidden]``."""
         q = self.wq_b(q_lora).unflatten(1, (self.heads, self.head_dim))
-        q = self.ops.rope(q, rows.positions, self.rope_table, False)
+        q = self.ops.rope(q, rows.angles, self.rope_table, False)
         out = self.ops.sparse_attention(
             q,
             window.pages,
@@ -275,7 +275,7 @@ class Attention(nn.Module):
             self.scale,
         )
         # Keys are values, rotated by their position: turn the sum back by the query's.
-        out = self.ops.rope(out, rows.positions, self.rope_table, True)
+        out = self.ops.rope(out, rows.angles, self.rope_table, True)
         n, width = out.shape[0], self.heads * self.head_dim // self.groups
         cast = quantize(self.ops, out.reshape(n * self.groups, width))
         grouped = Quantized(

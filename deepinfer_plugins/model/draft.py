@@ -21,7 +21,7 @@ from deepinfer_plugins.model.layer import Layer, Layers
 from deepinfer_plugins.model.layers import Fp8Linear, Linear, Norm, Reduce, Target, Targets, quantize, weight
 from deepinfer_plugins.model.moe import MoE
 from deepinfer_plugins.model.rows import Rows
-from deepinfer_plugins.model.step import Caches, Step
+from deepinfer_plugins.model.step import NO_POSITION, Caches, Step
 
 # Keeps the exponential of a confidence's logit finite, as in the release.
 LOGIT_BOUND = 60.0
@@ -114,8 +114,8 @@ class Draft(nn.Module):
         """Draft ``depth`` tokens after the last token of each request.
 
         Args:
-            step: One row per request, in order: the token sampled last and its position. Its keys are
-                not in the caches yet; those of all positions before it are.
+            step: One row per request, in order: the token sampled last and its position; or a row of
+                padding. Its keys are not in the caches yet; those of all positions before it are.
             caches: Written and read: ``draft``, at ``depth`` positions from the row's own.
             depth: Tokens to draft; any number, whatever block size the checkpoint was trained with.
             embed: Token embeddings.
@@ -127,10 +127,12 @@ class Draft(nn.Module):
         offsets = torch.arange(depth, device=device)
         tokens = torch.full((num_requests, depth), self.config.dspark_noise_token_id, device=device)
         tokens[:, 0] = step.token_ids
+        padding = step.positions == NO_POSITION
+        positions = (step.positions[:, None] + offsets).masked_fill(padding[:, None], NO_POSITION)
         block = replace(
             step,
             token_ids=tokens.flatten(),
-            positions=(step.positions[:, None] + offsets).flatten(),
+            positions=positions.flatten(),
             request=step.request.repeat_interleave(depth),
             image=None,
             window_floor=None,
@@ -141,7 +143,7 @@ class Draft(nn.Module):
         if step.window_floor is not None:
             start = torch.maximum(start, step.window_floor)
         rows.window_start = start.repeat_interleave(depth)
-        window_end = (step.positions + depth - 1).repeat_interleave(depth)
+        window_end = positions[:, -1:].expand(-1, depth).flatten()
         trunk = hyper_connection.start(embed[block.token_ids], self.config.hc_mult)
         for index, layer in enumerate(self.layers):
             mixes = layer.attn_hc.mixes(trunk.streams)

@@ -14,7 +14,8 @@ class Rows:
     computes. They differ only when a step is spread over ranks.
 
     Attributes:
-        positions: ``[num_local]``, int64.
+        positions: ``[num_local]``, int64; ``NO_POSITION``: padding, which has no slot and sees no key.
+        angles: ``[num_local]``, int64; row of each position in a rotary table.
         request: ``[num_local]``, int64.
         window_start: ``[num_local]``, int64; first position of each row's sliding window.
         image: ``[num_local]``, bool; None if no row of the step is one.
@@ -23,6 +24,7 @@ class Rows:
     def __init__(self, step: Step, sliding_window: int) -> None:
         self.step = step
         self.positions = self.local(step.positions)
+        self.angles = self.positions.clamp(min=0)
         self.request = self.local(step.request)
         self.image = None if step.image is None else self.local(step.image)
         self.window_start = (self.positions - (sliding_window - 1)).clamp(min=0)

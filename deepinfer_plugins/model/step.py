@@ -13,6 +13,8 @@ import torch
 
 # No token: before the start of a request, or an id the n-gram tables must not see (an image).
 NO_TOKEN = -1
+# The position of a row of padding.
+NO_POSITION = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,13 +82,16 @@ def _all_rows(x: torch.Tensor) -> torch.Tensor:
 class Step:
     """One forward: some consecutive tokens of some requests.
 
-    Rows of a request are contiguous and in order of position. A step has no padding rows and may
-    hold prompts, single decode rows and rows of drafts under verification side by side: the model
-    makes no difference between them.
+    Rows of a request are contiguous and in order of position. A step may hold prompts, single decode
+    rows and rows of drafts under verification side by side: the model makes no difference between them.
+
+    Rows of padding fill a step up to a number of rows for which a graph was captured. They come last, have
+    position ``NO_POSITION``, any token and any request, write to no cache and change no bit of another row; what
+    comes out for them has no meaning.
 
     Args:
         token_ids: ``[num_rows]``, int64.
-        positions: ``[num_rows]``, int64, absolute.
+        positions: ``[num_rows]``, int64, absolute; ``NO_POSITION``: padding.
         request: ``[num_rows]``, int64; the row of each page table this row belongs to.
         context_ids: ``[num_requests, engram_max_ngram_size - 1]``, int64. Ids of the tokens before
             the request's first row in this step, nearest first; ``NO_TOKEN`` before its start.
