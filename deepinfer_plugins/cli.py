@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -137,8 +137,8 @@ def verify(
     thorough: Annotated[
         bool,
         typer.Option(
-            help="Where not told otherwise: 64 requests, 1, 8 and 32 at a time, 1 to 8 drafts, two sizes of chunks. "
-            "Takes many times as long."
+            help="Where not told otherwise: 64 requests, 1, 8 and 32 at a time, 1 to 8 drafts, two sizes of chunks, "
+            "those also without drafts. Takes many times as long."
         ),
     ] = False,
     requests: Annotated[int | None, typer.Option(min=1, help="How many requests. [default: 16]")] = None,
@@ -161,6 +161,14 @@ def verify(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of requests, orders and budgets.")] = 0,
+    reference_concurrency: Annotated[
+        int,
+        typer.Option(min=1, help="Requests under way at a time in the run that all others are held against."),
+    ] = 1,
+    engine_options: Annotated[
+        str,
+        typer.Option(metavar="JSON", help="Arguments of vllm.LLM or sglang.Engine, as a JSON object."),
+    ] = "{}",
     other_engine: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Also compare with what --json printed in the other engine."),
@@ -190,11 +198,28 @@ def verify(
         depths=_numbers("--depths", depths or ("1..8" if thorough else ""), 1, 8),
         concurrency=_numbers("--concurrency", concurrency or ("1,8,32" if thorough else "8"), 1),
         chunks=_numbers("--chunks", chunks or ("16,32" if thorough else "32"), 1),
-        budgets=thorough,
+        thorough=thorough,
         seed=seed,
+        reference_at_once=reference_concurrency,
+        engine_options=_object("--engine-options", engine_options),
         other_engine=other_engine,
     )
     raise typer.Exit(main(options, as_json))
+
+
+def _object(option: str, text: str) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        typer.BadParameter: If it is none.
+    """
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(f"{text!r}: expected a JSON object: {error}", param_hint=option) from error
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"{text!r}: expected a JSON object", param_hint=option)
+    return found
 
 
 def _numbers(option: str, text: str, least: int, most: int | None = None) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ class SglangAnswerer(SglangEngine):
         chunk: Tokens of a step of a prompt at most, a multiple of a page; None: as many as SGLang takes.
         tight: Whether the caches hold a quarter of what ``at_once`` of the longest sequences need, and requests are
             retracted every few steps.
+        engine_options: More of ``sglang.Engine``'s; what is said above goes before them.
     """
 
     def __init__(
@@ -40,8 +41,9 @@ class SglangAnswerer(SglangEngine):
         small_pages: bool,
         chunk: int | None,
         tight: bool,
+        engine_options: Mapping[str, Any],
     ) -> None:
-        options: dict[str, Any] = {"max_running_requests": at_once}
+        options: dict[str, Any] = {**engine_options, "max_running_requests": at_once}
         if small_pages:
             options["page_size"] = _SMALL_PAGE
         if chunk is not None:

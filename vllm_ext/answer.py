@@ -31,6 +31,7 @@ class VllmAnswerer(VllmEngine):
         small_pages: Whether a block has 16 tokens.
         chunk: Tokens of a step at most, at least ``at_once``; None: as many as vLLM takes.
         tight: Whether the caches hold no more than one of the longest sequences.
+        engine_options: More of ``vllm.LLM``'s; what is said above goes before them.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class VllmAnswerer(VllmEngine):
         small_pages: bool,
         chunk: int | None,
         tight: bool,
+        engine_options: Mapping[str, Any],
     ) -> None:
-        options: dict[str, Any] = {"max_num_seqs": at_once, "disable_log_stats": False}
+        options: dict[str, Any] = {**engine_options, "max_num_seqs": at_once, "disable_log_stats": False}
         if small_pages:
             options["block_size"] = _SMALL_BLOCK
         if chunk is not None:

@@ -34,6 +34,7 @@ class Start(TypedDict):
         small_pages: Whether pages of the caches hold few tokens, so that short prefixes are found again.
         chunk: Tokens of a prompt that a step takes, at most; None: as the engine does.
         tight: Whether the caches are small for what ``at_once`` requests need.
+        engine_options: More of the engine's own options, by name; what is said above goes before them.
     """
 
     engine: str
@@ -44,6 +45,7 @@ class Start(TypedDict):
     small_pages: bool
     chunk: int | None
     tight: bool
+    engine_options: dict[str, Any]
 
 
 class Run(TypedDict):
@@ -76,6 +78,7 @@ class Answerer(Protocol):
         small_pages: bool,
         chunk: int | None,
         tight: bool,
+        engine_options: Mapping[str, Any],
     ) -> None: ...
 
     def answer(

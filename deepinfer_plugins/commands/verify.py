@@ -14,9 +14,9 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -62,8 +62,10 @@ class Options:
         depths: Other numbers of drafts to try, each with an engine of its own.
         concurrency: How many requests are under way at a time, one run each.
         chunks: Tokens of a prompt per step, each with an engine of its own whose caches are small.
-        budgets: Whether random budgets get an engine with all of the cache too.
+        thorough: Whether random budgets get an engine with all of the cache too, and chunks one without drafts.
         seed: Of the requests, orders and budgets.
+        reference_at_once: How many requests are under way at a time in the run that all others are held against.
+        engine_options: More of the engine's own options, by name.
         other_engine: What ``--json`` printed with the other engine, to compare with; None for nothing.
     """
 
@@ -76,14 +78,16 @@ class Options:
     depths: tuple[int, ...] = ()
     concurrency: tuple[int, ...] = (8,)
     chunks: tuple[int, ...] = (32,)
-    budgets: bool = False
+    thorough: bool = False
     seed: int = 0
+    reference_at_once: int = 1
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
     other_engine: Path | None = None
 
     @property
     def at_once(self) -> int:
         """The highest concurrency that the requests allow."""
-        return min(max(self.concurrency), self.requests)
+        return min(max(*self.concurrency, self.reference_at_once), self.requests)
 
 
 class EngineFailed(RuntimeError):
@@ -119,6 +123,8 @@ def main(options: Options, as_json: bool) -> int:
         "engine": options.engine,
         "engine_version": run.version,
         "model": options.model,
+        "reference_at_once": options.reference_at_once,
+        "engine_options": dict(options.engine_options),
         "seconds": round(time.monotonic() - started, 1),
         "checks": [check.as_dict() for check in checks],
         "ok": ok,
@@ -185,12 +191,13 @@ def ways(options: Options) -> list[Way]:
     # With the engine's pages, a prompt has to be long to be found again.
     found = [Way("no drafts"), Way(f"{drafts} drafts, small pages", drafts, small_pages=True)]
     found += [Way(f"{depth} drafts", depth) for depth in options.depths if depth != drafts]
-    if options.budgets:
+    if options.thorough:
         found.append(Way(f"{drafts} drafts, random budgets", drafts, scheduled=True))
-    found += [
-        Way(f"{drafts} drafts, random budgets, chunks of {chunk}, small cache", drafts, True, True, chunk)
-        for chunk in options.chunks
-    ]
+    for chunk in options.chunks:
+        how = f"chunks of {chunk}, small cache"
+        if options.thorough:
+            found.append(Way(f"no drafts, {how}", small_pages=True, chunk=chunk))
+        found.append(Way(f"{drafts} drafts, random budgets, {how}", drafts, True, True, chunk))
     return found
 
 
@@ -237,26 +244,25 @@ class Verification:
                         yield from self._events(engine, way, answers)
 
     def _without_drafts(self, engine: Running, way: Way) -> Iterator[Check]:
-        self.reference, _ = engine.run(self._requests, 1)
+        reference_at_once = self._options.reference_at_once
+        self.reference, _ = engine.run(self._requests, reference_at_once)
         for at_once in self._options.concurrency:
-            if at_once > 1:
+            if max(at_once, reference_at_once) > 1:
                 yield self._beside(engine, way, at_once)[0]
 
     def _beside(self, engine: Running, way: Way, at_once: int) -> tuple[Check, list[Answer]]:
         """So many at a time, in an order that is drawn."""
-        order = list(range(len(self._requests)))
-        random.Random(f"{self._options.seed} {way.name} {at_once}").shuffle(order)
-        shuffled, counters = engine.run([self._requests[index] for index in order], at_once)
-        answers = [found for _, found in sorted(zip(order, shuffled, strict=True), key=lambda pair: pair[0])]
-        how = "alone" if at_once == 1 else f"{min(at_once, len(order))} at a time"
+        answers, counters = self._shuffled(engine, way, at_once)
+        how = "alone" if at_once == 1 else f"{min(at_once, len(answers))} at a time"
         return self._compare(way, how, answers, _drafting(way, counters)), answers
 
     def _chunked(self, engine: Running, way: Way, chunk: int) -> Check:
+        at_once = self._options.at_once
         # Nothing has been in its cache yet.
-        answers, counters = engine.run(self._requests, self._options.at_once, cold=False)
+        answers, counters = self._shuffled(engine, way, at_once, cold=False)
         return self._compare(
             way,
-            f"{self._options.at_once} at a time",
+            f"{at_once} at a time",
             answers,
             {
                 "prompts in several chunks": sum(len(each["prompt"]) > chunk for each in self._requests),
@@ -264,6 +270,17 @@ class Verification:
                 **_drafting(way, counters),
             },
         )
+
+    def _shuffled(
+        self, engine: Running, way: Way, at_once: int, cold: bool = True
+    ) -> tuple[list[Answer], dict[str, int]]:
+        """Answers in the order of the requests, which came in another one."""
+        order = list(range(len(self._requests)))
+        random.Random(f"{self._options.seed} {way.name} {at_once}").shuffle(order)
+        shuffled, counters = engine.run([self._requests[index] for index in order], at_once, cold=cold)
+        return [
+            found for _, found in sorted(zip(order, shuffled, strict=True), key=lambda pair: pair[0])
+        ], counters
 
     def _events(self, engine: Running, way: Way, answers: list[Answer]) -> Iterator[Check]:
         """What may happen to requests that draft.
@@ -375,6 +392,7 @@ class Running(AbstractContextManager["Running"]):
             small_pages=way.small_pages,
             chunk=way.chunk,
             tight=way.chunk is not None,
+            engine_options=dict(options.engine_options),
         )
         try:
             self.version: str = self._ask(start)["version"]
@@ -446,7 +464,10 @@ def _verdict(check: Check) -> str:
 def show(options: Options, folder: Path, checks: list[Check], version: str, console: Console) -> None:
     """Print a table of the checks and where the first difference of each is."""
     console.print(f"{escape(str(folder))}\n{options.engine} {escape(version)}")
-    title = "held against each request alone, without drafts"
+    reference = (
+        "each request alone" if options.reference_at_once == 1 else f"{options.reference_at_once} at a time"
+    )
+    title = f"held against {reference}, without drafts"
     table = Table("run", "requests", "equal", "happened", "", title=title)
     for check in checks:
         happened = ", ".join(f"{what} {count}" for what, count in check.evidence.items())

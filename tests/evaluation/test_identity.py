@@ -178,7 +178,8 @@ class Engine:
     closed = 0
 
     def __init__(self, model: str, drafts: int, max_positions: int, tight: bool, **options: Any) -> None:
-        assert max_positions > 0 and set(options) == {"at_once", "small_pages", "chunk"}
+        assert max_positions > 0 and set(options) == {"at_once", "small_pages", "chunk", "engine_options"}
+        assert options["engine_options"] == ENGINE_OPTIONS
         self.drafts, self.tight = drafts, tight
         self.cached = 0
 
@@ -215,6 +216,7 @@ class Engine:
         Engine.closed += 1
 
 
+ENGINE_OPTIONS = {"seed": 3}
 TOKENIZER = Tokenizer.from_file(str(shipped.default_checkpoint() / "tokenizer.json"))
 
 
@@ -251,7 +253,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
     return Engine
 
 
-ASKED = {"requests": 9, "max_tokens": 8, "concurrency": (1, 4), "chunks": (2,)}
+ASKED = {
+    "requests": 9,
+    "max_tokens": 8,
+    "concurrency": (1, 4),
+    "chunks": (2,),
+    "engine_options": ENGINE_OPTIONS,
+}
 
 
 def options(**more: Any) -> verify.Options:
@@ -261,7 +269,7 @@ def options(**more: Any) -> verify.Options:
 def test_an_engine_that_keeps_the_promise(
     fake: type[Engine], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert verify.main(options(depths=(1, 5, 8), budgets=True), as_json=True) == 0
+    assert verify.main(options(depths=(1, 5, 8), thorough=True), as_json=True) == 0
     said, shown = capfd.readouterr()
     # Each as soon as it is known.
     assert shown.index("5 drafts, small pages, alone: equal") < shown.index("8 drafts, 4 at a time: equal")
@@ -279,6 +287,7 @@ def test_an_engine_that_keeps_the_promise(
         "8 drafts, 4 at a time",
         "5 drafts, random budgets, alone",
         "5 drafts, random budgets, 4 at a time",
+        "no drafts, chunks of 2, small cache, 4 at a time",
         "5 drafts, random budgets, chunks of 2, small cache, 4 at a time",
     ]
     for check in found["checks"]:
@@ -303,6 +312,16 @@ def test_an_engine_that_breaks_it(
     said = " ".join(capfd.readouterr().out.split())
     assert "no drafts, 4 at a time: request 0, new token 0: token" in said
     assert "5 drafts, small pages, alone: request" not in said
+
+
+def test_a_reference_of_several_at_a_time(fake: type[Engine], capfd: pytest.CaptureFixture[str]) -> None:
+    """As many at a time as the reference, in another order, is then a way of its own, and so is each alone."""
+    assert verify.main(options(reference_at_once=3, concurrency=(1, 3)), as_json=True) == 0
+    said = capfd.readouterr().out
+    found = json.loads(said[said.index("{\n") :])
+    assert (found["reference_at_once"], found["engine_options"]) == (3, ENGINE_OPTIONS)
+    names = [check["name"] for check in found["checks"]]
+    assert names[:2] == ["no drafts, alone", "no drafts, 3 at a time"]
 
 
 def test_a_difference_of_a_cut_request_has_the_request_s_number(
@@ -381,7 +400,16 @@ def test_lists_of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert few == verify.Options("vllm")
     assert (some.depths, some.concurrency, some.chunks) == ((1, 2, 3, 8), (1, 32), (7,))
     assert (all_of_them.requests, all_of_them.depths) == (9, (1, 2, 3, 4, 5, 6, 7, 8))
-    assert all_of_them.concurrency == (1, 8, 32) and all_of_them.budgets and not few.budgets
-    for wrong in (["--depths", "9"], ["--depths", "1-3"], ["--concurrency", "0"], ["--chunks", "a"]):
+    assert all_of_them.concurrency == (1, 8, 32) and all_of_them.thorough and not few.thorough
+    assert run(cli.app, [*command, "--engine-options", '{"seed": 1}']).exit_code == 0
+    assert asked.pop().engine_options == {"seed": 1}
+    for wrong in (
+        ["--depths", "9"],
+        ["--depths", "1-3"],
+        ["--concurrency", "0"],
+        ["--chunks", "a"],
+        ["--engine-options", "seed=1"],
+        ["--engine-options", "[1]"],
+    ):
         assert run(cli.app, [*command, *wrong]).exit_code == 2
     assert len(asked) == 3

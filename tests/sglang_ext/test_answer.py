@@ -28,7 +28,9 @@ def answerer(checkpoint: Path, engine_environment: Any) -> Iterator[SglangAnswer
         # What it sets itself.
         for name in ("DEEPINFER_USE_NEXTN_DECODE", "SGLANG_TEST_RETRACT", "SGLANG_TEST_RETRACT_INTERVAL"):
             patch.setenv(name, "0")
-        made = SglangAnswerer(str(checkpoint), 8, 80, at_once=8, small_pages=True, chunk=32, tight=True)
+        made = SglangAnswerer(
+            str(checkpoint), 8, 80, at_once=8, small_pages=True, chunk=32, tight=True, engine_options={}
+        )
         yield made
         made.close()
 

@@ -18,7 +18,9 @@ def answerer(tiny: Any) -> Iterator[VllmAnswerer]:
     """Three drafts, small steps, and caches for no more than one of the longest sequences."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    made = VllmAnswerer(str(tiny.folder), 3, 80, at_once=8, small_pages=True, chunk=32, tight=True)
+    made = VllmAnswerer(
+        str(tiny.folder), 3, 80, at_once=8, small_pages=True, chunk=32, tight=True, engine_options={}
+    )
     yield made
     made.close()
     cleanup_dist_env_and_memory()
