@@ -1,0 +1,73 @@
+"""CUDA graphs: a step captured once for some numbers of rows, and replayed for any number up to the largest.
+
+A captured step is the same launches on the same memory every time, so the host no longer sets the pace. Whoever replays
+it puts the step's tensors where the captured one found them, and fills up with rows of padding.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def sizes_up_to(most: int, step: int = 8) -> list[int]:
+    """Numbers of rows to capture for, ascending: powers of two below ``step``, its multiples, and ``most``.
+
+    Args:
+        most: The largest; 0 for none.
+        step: Distance between large ones: at most so many rows are padding.
+    """
+    sizes = {size for size in (1, 2, 4) if size < step} | {*range(step, most + 1, step)} | {most}
+    return sorted(size for size in sizes if 0 < size <= most)
+
+
+class Graphs(Generic[T]):
+    """A function of a number of rows, captured for several.
+
+    Args:
+        function: Runs so many rows. It reads and writes tensors that stay where they are, never looks at what is in
+            them on the host, and returns tensors.
+        sizes: Numbers of rows to capture.
+        pool: Memory that graphs share, as ``torch.cuda.graph_pool_handle`` gives it; None for one of their own.
+    """
+
+    def __init__(self, function: Callable[[int], T], sizes: Sequence[int], pool: Any = None) -> None:
+        self._function = function
+        self._sizes = sorted(sizes)
+        self._pool = pool
+        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, T]] = {}
+
+    def capture(self) -> None:
+        """Capture every size, the largest first: the others then fit into its memory."""
+        for size in reversed(self._sizes):
+            # What is compiled, loaded or allocated once must be there before.
+            self._function(size)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # An engine's other threads may wait for the device meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = self._function(size)
+            self._pool = graph.pool() if self._pool is None else self._pool
+            self._captured[size] = graph, result
+
+    def size_for(self, count: int) -> int | None:
+        """The captured size that ``count`` rows are replayed with; None if there is none so large."""
+        place = bisect.bisect_left(self._sizes, count)
+        if place == len(self._sizes) or self._sizes[place] not in self._captured:
+            return None
+        return self._sizes[place]
+
+    def replay(self, size: int) -> T:
+        """Run a captured size.
+
+        Returns:
+            What the function returned; the next replay of any size writes to the same memory.
+        """
+        graph, result = self._captured[size]
+        graph.replay()
+        return result
