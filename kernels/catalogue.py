@@ -86,6 +86,16 @@ def choices(want: Want) -> dict[str, Choice]:
     return {field.name: choose(field.name, want) for field in fields(Ops)}
 
 
+def not_capturable(want: Want) -> list[str]:
+    """Operators whose chosen provider no CUDA graph can hold, as ``operator (provider)``.
+
+    Raises:
+        NoProvider: If an operator has none that can serve ``want``.
+    """
+    chosen = {name: choice.provider for name, choice in choices(want).items()}
+    return [f"{name} ({provider.name})" for name, provider in chosen.items() if not provider.capturable]
+
+
 def load_ops(want: Want) -> Ops:
     """Choose and load every operator. To be called once, at start-up.
 

@@ -37,6 +37,8 @@ class Provider:
             the other rows hold and however many there are.
         agrees: How near it is to the operator's reference.
         needs: Importable modules without which it can't run.
+        capturable: Whether it never waits for the device, and what it launches follows from shapes alone, so that a
+            CUDA graph can hold it.
         unchecked: Chips it is built for on which no run has shown that its rows depend on nothing else. In invariant
             mode it serves there only if asked for by name.
     """
@@ -48,6 +50,7 @@ class Provider:
     batch_invariant: bool
     agrees: Bitwise | Within
     needs: tuple[str, ...] = ()
+    capturable: bool = False
     unchecked: frozenset[Arch] = frozenset()
 
     def refusal(self, want: Want) -> str:

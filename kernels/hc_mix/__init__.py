@@ -14,6 +14,7 @@ register(
         batch_invariant=True,
         agrees=Within(atol=1e-5, rtol=1e-4),
         needs=("triton",),
+        capturable=True,
         unchecked=frozenset({Arch.SM100}),
     )
 )

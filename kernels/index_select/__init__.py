@@ -14,6 +14,7 @@ register(
         batch_invariant=True,
         agrees=Bitwise(),
         needs=("triton",),
+        capturable=True,
         unchecked=frozenset({Arch.SM100}),
     )
 )

@@ -14,6 +14,7 @@ register(
         batch_invariant=True,
         agrees=Within(atol=2.0**-7, rtol=2.0**-7),
         needs=("triton",),
+        capturable=True,
         unchecked=frozenset({Arch.SM100}),
     )
 )

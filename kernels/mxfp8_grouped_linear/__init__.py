@@ -15,6 +15,7 @@ register(
         # One step of bfloat16; and what float32 loses where terms of some 10^4, as in the tests, cancel.
         agrees=Within(atol=2.0**-5, rtol=2.0**-7),
         needs=("triton",),
+        capturable=True,
         unchecked=frozenset({Arch.SM100}),
     )
 )

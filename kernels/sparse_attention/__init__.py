@@ -15,6 +15,7 @@ register(
         # For keys up to 5 in magnitude.
         agrees=Within(atol=1e-2, rtol=1.6e-2),
         needs=("triton",),
+        capturable=True,
         unchecked=frozenset({Arch.SM100}),
     )
 )
