@@ -27,6 +27,20 @@ from deepinfer_plugins.model.step import NO_POSITION, Caches, Step
 LOGIT_BOUND = 60.0
 
 
+class Block(NamedTuple):
+    """A block of drafts before its tokens are chosen: all that needs caches.
+
+    Args:
+        token_ids: ``[num_requests]``, int64; the tokens drafted after.
+        states: ``[num_requests, depth, hidden]``, bf16.
+        logits: ``[num_requests, depth, vocab_size]``, fp32; without what a drafted token says about the next.
+    """
+
+    token_ids: torch.Tensor
+    states: torch.Tensor
+    logits: torch.Tensor
+
+
 class Drafted(NamedTuple):
     """What a draft block proposes for each request.
 
@@ -102,16 +116,8 @@ class Draft(nn.Module):
         for index, layer in enumerate(self.layers):
             layer.attn.store(layer.attn.key_latent(main), rows, caches.draft[index])
 
-    def forward(
-        self,
-        step: Step,
-        caches: Caches,
-        depth: int,
-        embed: torch.Tensor,
-        head: Linear,
-        sample: Callable[[torch.Tensor, int], torch.Tensor],
-    ) -> Drafted:
-        """Draft ``depth`` tokens after the last token of each request.
+    def forward(self, step: Step, caches: Caches, depth: int, embed: torch.Tensor, head: Linear) -> Block:
+        """Compute a block of ``depth`` drafts after the last token of each request.
 
         Args:
             step: One row per request, in order: the token sampled last and its position; or a row of
@@ -120,8 +126,6 @@ class Draft(nn.Module):
             depth: Tokens to draft; any number, whatever block size the checkpoint was trained with.
             embed: Token embeddings.
             head: The backbone's head.
-            sample: From logits, fp32 ``[num_requests, vocab_size]``, and which draft they are for,
-                counted from 0, to tokens, int64 ``[num_requests]``.
         """
         num_requests, device = step.num_rows, step.token_ids.device
         offsets = torch.arange(depth, device=device)
@@ -152,23 +156,25 @@ class Draft(nn.Module):
             x = layer.attn.attend(q_lora, rows, caches.draft[index], window_end, None, None)
             trunk = layer.feed_forward(layer.attn_hc.write(x, trunk.streams, mixes), None)
         states = self.ops.hc_collapse(trunk.streams, trunk.pre)
-        base = head(self.norm(states)).unflatten(0, (num_requests, depth))
-        return self._chain(step.token_ids, states.unflatten(0, (num_requests, depth)), base, sample)
+        logits = head(self.norm(states))
+        shape = (num_requests, depth)
+        return Block(step.token_ids, states.unflatten(0, shape), logits.unflatten(0, shape))
 
-    def _chain(
-        self,
-        token: torch.Tensor,
-        states: torch.Tensor,
-        base: torch.Tensor,
-        sample: Callable[[torch.Tensor, int], torch.Tensor],
-    ) -> Drafted:
-        """Sample the block from left to right, each token with a bias from the one before it."""
+    def chain(self, block: Block, sample: Callable[[torch.Tensor, int], torch.Tensor]) -> Drafted:
+        """Sample a block from left to right, each token with a bias from the one before it.
+
+        Args:
+            block: From :meth:`forward`.
+            sample: From logits, fp32 ``[num_requests, vocab_size]``, and which draft they are for,
+                counted from 0, to tokens, int64 ``[num_requests]``.
+        """
+        token = block.token_ids
         tokens, all_logits, confidences = [], [], []
-        for index in range(states.shape[1]):
+        for index in range(block.states.shape[1]):
             embedding = self.markov_embed[token]
-            logits = base[:, index] + self.markov_head(embedding)
+            logits = block.logits[:, index] + self.markov_head(embedding)
             # How likely the drafted token is to be accepted is judged before it is drawn.
-            confidences.append(self.confidence(torch.cat([states[:, index], embedding], dim=1))[:, 0])
+            confidences.append(self.confidence(torch.cat([block.states[:, index], embedding], dim=1))[:, 0])
             token = sample(logits, index)
             tokens.append(token)
             all_logits.append(logits)

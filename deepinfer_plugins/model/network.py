@@ -15,7 +15,7 @@ from deepinfer_plugins.model import hyper_connection
 from deepinfer_plugins.model.attention import Attention, Selection
 from deepinfer_plugins.model.checkpoint import Placement
 from deepinfer_plugins.model.config import ModelConfig
-from deepinfer_plugins.model.draft import Draft, Drafted
+from deepinfer_plugins.model.draft import Block, Draft, Drafted
 from deepinfer_plugins.model.engram import CompressedVocabulary, engram_tables
 from deepinfer_plugins.model.engram_layer import Engram
 from deepinfer_plugins.model.hyper_connection import Trunk
@@ -169,7 +169,21 @@ class DeepseekV41(nn.Module):
         depth: int,
         sample: Callable[[torch.Tensor, int], torch.Tensor],
     ) -> Drafted:
-        """Draft ``depth`` tokens after each request's last one; see :meth:`Draft.forward`."""
+        """Draft ``depth`` tokens after each request's last one; see :meth:`Draft.forward` and :meth:`Draft.chain`."""
+        return self.draft_chain(self.draft_block(step, caches, depth), sample)
+
+    @torch.no_grad()
+    def draft_block(self, step: Step, caches: Caches, depth: int) -> Block:
+        """The first half of :meth:`draft`, which writes and reads caches."""
+        block: Block = self._draft_layers()(step, caches, depth, self.embed, self.head)
+        return block
+
+    @torch.no_grad()
+    def draft_chain(self, block: Block, sample: Callable[[torch.Tensor, int], torch.Tensor]) -> Drafted:
+        """The second half, which chooses the tokens."""
+        return self._draft_layers().chain(block, sample)
+
+    def _draft_layers(self) -> Draft:
         if self.draft_model is None:
             raise ValueError("draft() needs the draft layers, but the model was built with draft=False")
-        return self.draft_model(step, caches, depth, self.embed, self.head, sample)
+        return self.draft_model
