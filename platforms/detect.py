@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from deepinfer_plugins.core.settings import Settings, prefer
 from deepinfer_plugins.core.target import Arch, Want
+from deepinfer_plugins.kernels import catalogue
 from deepinfer_plugins.platforms import nvml
 from deepinfer_plugins.platforms.ascend950 import Ascend950
 from deepinfer_plugins.platforms.chip import Chip
@@ -85,3 +86,19 @@ def want(settings: Settings, *, flag: tuple[str, bool | None] = ("", None)) -> W
         "batch invariance", False, flag, ("DEEPINFER_BATCH_INVARIANT", settings.batch_invariant)
     )
     return Want(detect(settings.accelerator).arch, batch_invariant=batch_invariant)
+
+
+def no_graphs(settings: Settings, *, asked: bool, flag: tuple[str, bool | None] = ("", None)) -> str:
+    """Why this process runs the model without captured graphs; empty if it captures them.
+
+    Args:
+        settings: As of :func:`want`.
+        asked: Whether graphs were asked for; else the chip's default holds.
+        flag: As of :func:`want`.
+    """
+    wanted, found = want(settings, flag=flag), detect(settings.accelerator)
+    if held_up := catalogue.not_capturable(wanted):
+        return f"a provider waits for the device: {', '.join(held_up)}"
+    if found.chip.defaults.eager and not asked:
+        return f"not the default on {found.arch.value}, where they have not been run"
+    return ""

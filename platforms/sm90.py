@@ -11,7 +11,6 @@ class SM90(Chip):
     arch = Arch.SM90
     torch_device = "cuda"
     formats = frozenset({"float64", "float32", "bfloat16", "float8_e4m3fn"})
-    # The torch providers synchronise with the host where shapes depend on data, which no graph can hold.
     defaults = Defaults(eager=True, cache_bytes=None)
 
     @classmethod

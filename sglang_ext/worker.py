@@ -141,6 +141,9 @@ class DraftingWorker(BaseSpecWorker):
             curve = cost_curve(self._settings, most, self._time_step, key)
         num_slots = self._runner.req_to_token_pool.req_to_token.shape[0]
         self._budget = Budget(num_slots, self.depth, curve, self._settings)
+        self._temperatures = torch.tensor(
+            self._budget.temperatures, dtype=torch.float64, device=torch.device(self._runner.device)
+        )
 
     @torch.no_grad()
     def _time_step(self, num_rows: int) -> float:
@@ -228,7 +231,7 @@ class DraftingWorker(BaseSpecWorker):
         confidences, lengths = torch.zeros_like(drafted.confidence_logits), None
         num_drafts = num_requests * self.depth
         if self._budget is not None and plan is not None:
-            confidences, num_drafts = drafted.confidences(self._budget.temperatures), plan.budget
+            confidences, num_drafts = drafted.confidences(self._temperatures), plan.budget
             lengths = self._budget.lengths(confidences, plan)
         window = Window.of(last, drafted.tokens, lengths, num_requests + num_drafts)
         tree = None

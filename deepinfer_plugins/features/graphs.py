@@ -12,6 +12,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from deepinfer_plugins.features.sampling import SamplingState
+
 T = TypeVar("T")
 
 
@@ -71,3 +73,57 @@ class Graphs(Generic[T]):
         graph, result = self._captured[size]
         graph.replay()
         return result
+
+
+_FILTERS = frozenset({"min_p", "top_k", "top_p"})
+_NOISE = frozenset({"noise"})
+_REJECTION = frozenset({"rejection"})
+
+
+class DraftGraphs(Generic[T]):
+    """A function that samples drafts, captured for several numbers of requests and the usual ways of sampling.
+
+    Which kernels run depends on what the requests use: a replay is of the least way that does it for all of them.
+    Penalties, bias and the like have tables that may move, and no graph.
+
+    Args:
+        function: As of :class:`Graphs`; samples with ``state``.
+        sizes: Numbers of requests to capture.
+        state: Parameters of the requests.
+        depth: Drafts of a request.
+        rejection: Whether requests may be verified by rejection, which takes a table of their drafts' distributions.
+        pool: As of :class:`Graphs`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[int], T],
+        sizes: Sequence[int],
+        state: SamplingState,
+        depth: int,
+        rejection: bool,
+        pool: Any = None,
+    ) -> None:
+        self._state = state
+        self._depth = depth if rejection else 0
+        ways = [frozenset[str](), _NOISE, _NOISE | _FILTERS]
+        if rejection:
+            ways += [_NOISE | _REJECTION, _NOISE | _FILTERS | _REJECTION]
+        self._graphs = {way: Graphs(function, sizes, pool) for way in ways}
+
+    def capture(self) -> None:
+        """Capture every size in every way."""
+        if self._depth:
+            self._state.reserve_record(self._depth)
+        for way, graphs in self._graphs.items():
+            with self._state.assuming(way):
+                graphs.capture()
+
+    def find(self, count: int) -> tuple[Graphs[T], int] | None:
+        """The graphs that serve the state's requests, and their size for ``count`` of them; None if there are none."""
+        used = self._state.features()
+        for way, graphs in self._graphs.items():
+            if used <= way:
+                size = graphs.size_for(count)
+                return None if size is None else (graphs, size)
+        return None

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -250,6 +251,22 @@ class SamplingState:
 
     def _send(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
+
+    def features(self) -> frozenset[str]:
+        """What the requests that hold slots use, as :meth:`uses` names it."""
+        return frozenset().union(*self._uses.values())
+
+    @contextmanager
+    def assuming(self, features: frozenset[str]) -> Iterator[None]:
+        """Compute what requests with these features would need, as when a graph is captured that is to serve them.
+
+        A request without a feature has the value that is neutral to it, so its tokens are what they are without.
+        """
+        kept, self._uses = self._uses, {NO_SLOT: features}
+        try:
+            yield
+        finally:
+            self._uses = kept
 
     def uses(self, feature: str) -> bool:
         """Whether a request that holds a slot uses ``feature``."""
@@ -528,21 +545,27 @@ class SamplingState:
         log_probs: torch.Tensor,
     ) -> None:
         """Record draft ``index`` of each slot."""
+        record = self.reserve_record(index + 1)
+        record.position[slots, index] = position
+        record.tokens[slots, index] = tokens
+        record.log_probs[slots, index] = log_probs
+
+    def reserve_record(self, depth: int) -> DraftRecord:
+        """Room for what ``depth`` drafts of each slot are sampled from: it stays where it is until more is needed."""
         old = self._record
-        if old is None or old.tokens.shape[1] <= index:
-            shape = (self.num_slots + 1, index + 1)
-            new = DraftRecord(
-                torch.full(shape, -1, device=self.device),
-                torch.full(shape, -1, device=self.device),
-                torch.zeros(*shape, self.vocab_size, device=self.device),
-            )
-            if old is not None:
-                for table, known in zip(new, old, strict=True):
-                    table[:, :index] = known
-            self._record = old = new
-        old.position[slots, index] = position
-        old.tokens[slots, index] = tokens
-        old.log_probs[slots, index] = log_probs
+        if old is not None and old.tokens.shape[1] >= depth:
+            return old
+        shape = (self.num_slots + 1, depth)
+        new = DraftRecord(
+            torch.full(shape, -1, device=self.device),
+            torch.full(shape, -1, device=self.device),
+            torch.zeros(*shape, self.vocab_size, device=self.device),
+        )
+        if old is not None:
+            for table, known in zip(new, old, strict=True):
+                table[:, : known.shape[1]] = known
+        self._record = new
+        return new
 
 
 class DraftSampler:

@@ -55,10 +55,10 @@ class Drafted(NamedTuple):
     logits: torch.Tensor
     confidence_logits: torch.Tensor
 
-    def confidences(self, temperatures: Sequence[float] = (1.0,)) -> torch.Tensor:
-        """Confidences, fp32 ``[num_requests, depth]``; one temperature for all, or one per position."""
-        scale = torch.tensor(temperatures, dtype=torch.float64, device=self.tokens.device)
-        return (self.confidence_logits.double() / scale).clamp(-LOGIT_BOUND, LOGIT_BOUND).sigmoid().float()
+    def confidences(self, temperatures: torch.Tensor | float = 1.0) -> torch.Tensor:
+        """Confidences, fp32 ``[num_requests, depth]``; one temperature for all, or float64 ``[depth]``."""
+        scaled = self.confidence_logits.double() / temperatures
+        return scaled.clamp(-LOGIT_BOUND, LOGIT_BOUND).sigmoid().float()
 
 
 class Draft(nn.Module):

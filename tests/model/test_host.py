@@ -63,6 +63,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     def launch_interpreted(self: Any, *args: Any, **kwargs: Any) -> None:
         noted.append((self.fn.__name__, tuple(self.grid)))
 
+    def make_tensor(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        assert device != META, f"{args} is sent from the host"
+        return tensor(*args, **kwargs, device=device)  # type: ignore[misc]
+
+    tensor = torch.tensor
+    monkeypatch.setattr(torch, "tensor", make_tensor)
     monkeypatch.setattr(jit.JITFunction, "run", launch)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_interpreted)
     return noted
@@ -114,7 +120,7 @@ def test_a_draft_looks_at_no_value(model: DeepseekV41, launches: Launches, reque
     step, caches = make_step(model, requests, requests)
     with torch.inference_mode(), no_transfers():
         drafted = model.draft(step, caches, DEPTH, lambda logits, _: logits.argmax(-1))
-        confidences = drafted.confidences((1.5,))
+        confidences = drafted.confidences(torch.empty(DEPTH, dtype=torch.float64, device=META))
     assert confidences.shape == (requests, DEPTH)
     assert launches
 
@@ -146,6 +152,7 @@ def test_it_notices_a_look(launches: Launches) -> None:
         lambda: values[values > 0],
         lambda: torch.where(values > 0, values, torch.tensor([1, 2, 3]).to(META)),
         lambda: torch.repeat_interleave(values),
+        lambda: torch.tensor([1, 2, 3], device=META),
     ]
     for look in looks:
         with pytest.raises((AssertionError, RuntimeError, NotImplementedError)), no_transfers():

@@ -9,6 +9,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.weight_utils import download_weights_from_hf
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -63,6 +64,7 @@ __all__ = [
     "UniformTypeKVCacheSpecs",
     "VllmConfig",
     "compute_topk_scores",
+    "current_platform",
     "download_weights_from_hf",
     "envs",
     "get_forward_context",

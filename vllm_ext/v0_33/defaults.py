@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from deepinfer_plugins.core.settings import Settings, prefer
+from deepinfer_plugins.platforms import detect
+
+_log = logging.getLogger("vllm.deepinfer_plugins")
 
 ARCHITECTURE = "DeepseekV41ForCausalLM"
 DRAFT_ARCHITECTURE = "DSparkV41DraftModel"
@@ -127,8 +131,34 @@ def apply(vllm_config: Any) -> None:
     from vllm.config import CompilationMode, CUDAGraphMode
 
     compilation = vllm_config.compilation_config
-    # The model reads shapes on the host between operators: neither a compiler nor a graph can hold it.
+    # The operators are compiled already.
     compilation.mode = CompilationMode.NONE
-    compilation.cudagraph_mode = CUDAGraphMode.NONE
-    compilation.cudagraph_capture_sizes = []
-    compilation.max_cudagraph_capture_size = 0
+    compilation.cudagraph_mode = _graph_mode(compilation.cudagraph_mode)
+    if compilation.cudagraph_mode == CUDAGraphMode.NONE:
+        compilation.cudagraph_capture_sizes = []
+        compilation.max_cudagraph_capture_size = 0
+
+
+def _graph_mode(asked: Any) -> Any:
+    """The CUDA graphs to capture, given vLLM's mode: of whole steps, whatever rows they have, or none.
+
+    Pieces, which vLLM chooses where nothing was said, would end at attention: an operator like any other here.
+
+    Raises:
+        ValueError: If graphs of whole steps are asked for and can't be.
+    """
+    from vllm import envs
+    from vllm.config import CUDAGraphMode
+
+    if asked == CUDAGraphMode.NONE:
+        return asked
+    name = "VLLM_BATCH_INVARIANT"
+    flag = (name, bool(envs.VLLM_BATCH_INVARIANT) if envs.is_set(name) else None)
+    whole = not asked.has_piecewise_cudagraphs()
+    reason = detect.no_graphs(Settings.from_env(), asked=whole, flag=flag)
+    if reason and whole:
+        raise ValueError(f"--compilation-config cudagraph_mode {asked}: {reason}; use --enforce-eager")
+    if reason:
+        _log.info("without CUDA graphs: %s", reason)
+        return CUDAGraphMode.NONE
+    return asked if whole else CUDAGraphMode.FULL

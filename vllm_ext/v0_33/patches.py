@@ -75,9 +75,9 @@ BUDGET = Patch(
 
 GRAPH_MODE = Patch(
     target="vllm.v1.worker.gpu.model_runner:resolve_adaptive_cudagraph_mode",
-    why="it fails without full CUDA graphs",
+    why="it fails without full CUDA graphs, and gives decodes graphs of their own, which our model needs not",
     upstream="none",
-    remove_when="vLLM schedules verification without them",
+    remove_when="vLLM asks the manager",
     parameters=("mode",),
 )
 
@@ -211,7 +211,7 @@ def apply_in_worker() -> None:
     wrap(SPECULATOR, _own_speculator)
     wrap(NO_HIDDEN_STATES, _none_for_our_draft)
     wrap(BUDGET, _own_budget)
-    wrap(GRAPH_MODE, _without_graphs)
+    wrap(GRAPH_MODE, _any_graphs)
     wrap(VERIFIED, metrics.verifying)
 
 
@@ -258,9 +258,10 @@ def _own_budget(original: Callable[..., Any]) -> Callable[..., Any]:
     return maybe_create_adaptive_verification_manager
 
 
-def _without_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
+def _any_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
     def resolve_adaptive_cudagraph_mode(mode: Any, **others: Any) -> Any:
-        return original(mode, **others) if mode.has_full_cudagraphs() else mode
+        # Only a worker of our model is patched.
+        return mode
 
     return resolve_adaptive_cudagraph_mode
 

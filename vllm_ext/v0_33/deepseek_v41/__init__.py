@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepinfer_plugins.model.caches import cache_specs
-from deepinfer_plugins.model.step import Caches, Paged, Step
+from deepinfer_plugins.model.step import NO_POSITION, Caches, Paged, Step
 from deepinfer_plugins.vllm_ext.v0_33 import api
 from deepinfer_plugins.vllm_ext.v0_33.deepseek_v41 import caches, weights
 from deepinfer_plugins.vllm_ext.v0_33.deepseek_v41.state import DeepseekV41State
@@ -82,25 +82,27 @@ class DeepseekV41ForCausalLM(torch.nn.Module):
         *,
         context_ids: torch.Tensor,
     ) -> torch.Tensor:
-        """Hidden states, ``[len(input_ids), hidden]``; rows of padding are zero.
+        """Hidden states, ``[len(input_ids), hidden]``; those of rows of padding have no meaning.
 
-        ``context_ids`` comes from :class:`DeepseekV41State`; the other arguments are vLLM's usual ones.
+        ``context_ids`` comes from :class:`DeepseekV41State`; the other arguments are vLLM's usual ones. Captured in a
+        CUDA graph, all of them and vLLM's metadata lie where every replay finds them; how many rows are padding is
+        known on the device only.
         """
         metadata = api.get_forward_context().attn_metadata
         if metadata is None:
             return self._measure(input_ids)
-        batch = metadata[self.caches[0].name]
-        num_rows, start = batch.num_actual_tokens, batch.query_start_loc.long()
+        start = metadata[self.caches[0].name].query_start_loc
+        row = torch.arange(input_ids.shape[0], dtype=start.dtype, device=start.device)
+        # Of the first request that ends behind the row; of any for a row of padding, which is behind them all.
+        request = torch.searchsorted(start[1:], row, right=True).clamp(max=start.shape[0] - 2)
         step = Step(
             # Where a draft is due and none was made, vLLM has -1: any token will do, it is not accepted.
-            token_ids=input_ids[:num_rows].long().clamp(min=0),
-            positions=positions[:num_rows].long(),
-            request=torch.repeat_interleave(start.diff(), output_size=num_rows),
+            token_ids=input_ids.long().clamp(min=0),
+            positions=torch.where(row < start[-1], positions.long(), NO_POSITION),
+            request=request,
             context_ids=context_ids,
         )
-        hidden = self.model(step, caches.caches(self.caches, metadata))
-        padding = input_ids.shape[0] - num_rows
-        return torch.nn.functional.pad(hidden, (0, 0, 0, padding)) if padding else hidden
+        return self.model(step, caches.caches(self.caches, metadata))
 
     def _measure(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Run without caches, for vLLM to see how much memory a full step takes."""
@@ -120,9 +122,13 @@ class DeepseekV41ForCausalLM(torch.nn.Module):
         """Caches for requests of some length that exist for one call."""
         return caches.scratch(self.caches, num_requests, length, self.model.embed.device)
 
-    def draft_caches(self, metadata: Mapping[str, api.CommonAttentionMetadata]) -> Mapping[int, Paged]:
-        """The draft's caches as the step sees them, by draft layer."""
-        return caches.caches(self.caches, metadata).draft
+    def draft_caches(self, tables: Mapping[str, torch.Tensor]) -> Mapping[int, Paged]:
+        """The draft's caches as the step sees them, by draft layer, with block tables by layer name."""
+        return {
+            layer.cache.layer: layer.paged(tables[layer.name])
+            for layer in self.caches
+            if layer.cache.kind == "draft"
+        }
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.model.logits(hidden_states)

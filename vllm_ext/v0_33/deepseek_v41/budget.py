@@ -1,15 +1,15 @@
 """``features.schedule`` in the place of vLLM's manager of adaptive verification.
 
-vLLM's needs full CUDA graphs and times them; this one takes the step as it is. The runner asks it how many drafts the
-step verifies before it lays the step out, and on the device it says how many of each request.
+vLLM's needs full CUDA graphs and times them; this one takes the step as it is, with graphs or without. The runner asks
+it how many drafts the step verifies before it lays the step out, and on the device it says how many of each request.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +66,13 @@ class Budget(api.AdaptiveVerificationManager):
         self._copies: deque[_Copy] = deque()
         # Milliseconds on the host since they were last asked for.
         self._planning_ms = 0.0
+
+    def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
+        """None: :func:`provide_curve` times steps once graphs are captured, or reads a file."""
+        return iter(())
+
+    def set_initial_cost_curves(self, samples: list[Any]) -> None:
+        """Nothing to take from them."""
 
     def add_request(self, req_idx: int) -> None:
         self.schedule.forget(req_idx)
@@ -182,7 +189,15 @@ def provide_curve(runner: api.GPUModelRunner) -> None:
     if not isinstance(budget, Budget) or settings.verify_budget != "auto":
         return
     most = min(runner.max_num_reqs * runner.decode_query_len, runner.max_num_tokens)
+    captured = runner.cudagraph_manager.captured_token_counts()
     sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
+    if captured:
+        # Between those sizes a step costs what the next one costs; beyond them, what it takes eagerly.
+        sizes = sorted(
+            {size for size in captured if size < most}
+            | {size for size in sizes if size > captured[-1]}
+            | {most}
+        )
     key = {
         "device": torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "cpu",
         "model": runner.model_config.model,
@@ -201,4 +216,4 @@ def provide_curve(runner: api.GPUModelRunner) -> None:
         clock.wait()
         return 1e3 * (time.perf_counter() - start)
 
-    budget.schedule.cost = CostModel(cost_curve.find(settings, key, run, sizes, padded=False))
+    budget.schedule.cost = CostModel(cost_curve.find(settings, key, run, sizes, padded=bool(captured)))

@@ -29,7 +29,8 @@ _ALIGNMENT = 128
 class PassThroughBuilder(api.AttentionMetadataBuilder):
     """Hands vLLM's own metadata on: the model builds its step from it."""
 
-    _cudagraph_support = api.AttentionCGSupport.NEVER
+    # What the model reads of it lies in the runner's buffers, and no batch is special to it.
+    _cudagraph_support = api.AttentionCGSupport.ALWAYS
 
     def __init__(
         self,
@@ -122,12 +123,12 @@ class CacheLayer(torch.nn.Module, api.AttentionLayerBase):
             return kind(sliding_window=self.cache.window, **common)
         return api.MLAAttentionSpec(tokens_per_state=self.cache.ratio, **common)
 
-    def paged(self, metadata: api.CommonAttentionMetadata) -> Paged:
-        """This cache as the step sees it.
+    def paged(self, table: torch.Tensor) -> Paged:
+        """This cache as the step sees it, with the block table of its group.
 
         Layers of one group get the same table object, which is how the model knows that they share slots.
         """
-        return Paged(self.kv_cache[:, 0], metadata.block_table_tensor)
+        return Paged(self.kv_cache[:, 0], table)
 
 
 def register(specs: tuple[CacheSpec, ...], vllm_config: api.VllmConfig) -> list[CacheLayer]:
@@ -150,7 +151,7 @@ def caches(layers: list[CacheLayer], metadata: Mapping[str, api.CommonAttentionM
     """Every cache as the step sees it, from vLLM's metadata per layer name."""
     kinds: dict[str, dict[int, Paged]] = {field.name: {} for field in dataclasses.fields(Caches)}
     for layer in layers:
-        kinds[layer.cache.kind][layer.cache.layer] = layer.paged(metadata[layer.name])
+        kinds[layer.cache.kind][layer.cache.layer] = layer.paged(metadata[layer.name].block_table_tensor)
     return Caches(**kinds)
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from deepinfer_plugins.core.settings import Settings
 from deepinfer_plugins.features.calibration import AcceptanceLog, per_position
 from deepinfer_plugins.features.cost_curve import Clock, Mark
-from deepinfer_plugins.model.step import Caches, Paged, Step
+from deepinfer_plugins.features.graphs import DraftGraphs, sizes_up_to
+from deepinfer_plugins.features.sampling import NO_SLOT, choose_verify
+from deepinfer_plugins.model.step import NO_POSITION, Caches, Paged, Step
 from deepinfer_plugins.vllm_ext.v0_33 import api
 from deepinfer_plugins.vllm_ext.v0_33.deepseek_v41.budget import NO_CONFIDENCE
 
@@ -105,6 +107,20 @@ class Outcomes:
         self._logits[slots] = torch.nan
 
 
+class Drafts(NamedTuple):
+    """What is drafted for some requests.
+
+    Args:
+        tokens: int64 ``[n, depth]``.
+        confidences: fp32 ``[n, depth]``.
+        confidence_logits: fp32 ``[n, depth]``.
+    """
+
+    tokens: torch.Tensor
+    confidences: torch.Tensor
+    confidence_logits: torch.Tensor
+
+
 class Speculator(api.DraftModelSpeculator):
     """What the model runner calls ``speculator``.
 
@@ -141,7 +157,19 @@ class Speculator(api.DraftModelSpeculator):
         self._clock = Clock(device)
         # When drafting for the last step began and ended.
         self.drafting: tuple[Mark, Mark] | None = None
-        self._temperatures = per_position(settings.confidence_temperatures or (1.0,), self.depth)
+        self._temperatures = torch.tensor(
+            per_position(settings.confidence_temperatures or (1.0,), self.depth),
+            dtype=torch.float64,
+            device=device,
+        )
+        # Where a captured graph finds which requests of the batch it drafts for, and their slots.
+        self._requests = torch.zeros(req_states.max_num_reqs, dtype=torch.int64, device=device)
+        self._slots = torch.full_like(self._requests, NO_SLOT)
+        self._graphs: DraftGraphs[Drafts] | None = None
+        # Any request may be verified by rejection, where none has to be verified by coupling.
+        self._rejection = (
+            choose_verify(settings.verify, False, bool(api.envs.VLLM_BATCH_INVARIANT)) == "rejection"
+        )
         path = settings.acceptance_log
         self._log = None if path is None else Outcomes(path, vllm_config, self.draft_token_confidence_probs)
 
@@ -151,14 +179,42 @@ class Speculator(api.DraftModelSpeculator):
     def load_draft_model(self, target_model: torch.nn.Module, target_attn_layer_names: set[str]) -> Any:
         raise NotImplementedError("the draft is loaded with the model that it belongs to")
 
-    def set_attn(self, model_state: DeepseekV41State, *args: Any, **kwargs: Any) -> None:
+    def set_attn(
+        self,
+        model_state: DeepseekV41State,
+        kv_cache_config: Any,
+        block_tables: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         self.model_state = model_state
+        # The batch's tables, by layer; vLLM fills them in place.
+        self._tables = {
+            name: table
+            for group, table in zip(
+                kv_cache_config.kv_cache_groups, block_tables.input_block_tables, strict=True
+            )
+            for name in group.layer_names
+        }
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        pass
+        self._graphs = None
+        if cudagraph_mode.has_full_cudagraphs():
+            self._graphs = DraftGraphs(
+                lambda count: self._block(count, self.depth),
+                sizes_up_to(self.req_states.max_num_reqs),
+                self.model_state.sampler.state,
+                self.depth,
+                rejection=self._rejection,
+                pool=api.current_platform.get_global_graph_pool(),
+            )
 
+    @torch.inference_mode()
     def capture(self) -> None:
-        pass
+        if self._graphs is not None:
+            self._requests.zero_()
+            self._slots.fill_(NO_SLOT)
+            self._graphs.capture()
 
     def observe_verification(
         self, idx_mapping: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor
@@ -203,35 +259,49 @@ class Speculator(api.DraftModelSpeculator):
             return drafts
         reached = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
         sampled: np.ndarray[Any, Any] = (reached >= input_batch.prefill_len_np).nonzero()[0]
-        if depth == 0 or not len(sampled):
+        count = len(sampled)
+        if depth == 0 or not count:
             return drafts
-        assert attn_metadata is not None
         requests = torch.from_numpy(sampled).to(self.device, non_blocking=True)
         slots = input_batch.idx_mapping[requests].long()
-        positions = self.req_states.num_computed_tokens.gpu[slots].long()
+        self._requests[:count], self._slots[:count] = requests, slots
+        found = None if self._graphs is None or depth != self.depth else self._graphs.find(count)
+        if found is None:
+            drafted = self._block(count, depth)
+        else:
+            graphs, size = found
+            self._requests[count:size], self._slots[count:size] = 0, NO_SLOT
+            drafted = graphs.replay(size)
+        drafts[requests, :depth] = drafted.tokens[:count]
+        # What was not drafted is never accepted.
+        self.draft_token_confidence_probs[requests] = torch.nn.functional.pad(
+            drafted.confidences[:count], (0, self.depth - depth)
+        )
+        if self._log is not None:
+            self._log.keep(slots, drafted.confidence_logits[:count])
+        return drafts
+
+    def _block(self, count: int, depth: int) -> Drafts:
+        """Draft for the first requests in the buffers, of which those without a slot are padding."""
+        requests, slots = self._requests[:count], self._slots[:count]
+        computed = self.req_states.num_computed_tokens.gpu[slots].long()
+        positions = torch.where(slots == NO_SLOT, NO_POSITION, computed)
         caches = at_requests(
-            self.model.draft_caches(attn_metadata), requests, self.model.max_model_len + self.depth
+            self.model.draft_caches(self._tables), requests, self.model.max_model_len + self.depth
         )
         window = self.model.config.sliding_window
         floors = [window_floor(cache, positions, window) for cache in caches.values()]
         step = Step(
             token_ids=self.req_states.last_sampled_tokens[slots, 0].long(),
             positions=positions,
-            request=torch.arange(len(sampled), device=self.device),
-            context_ids=positions.new_zeros((len(sampled), self.model.context_depth)),
+            request=torch.arange(count, device=self.device),
+            context_ids=positions.new_zeros((count, self.model.context_depth)),
             window_floor=torch.stack(floors).amax(dim=0),
         )
         sample = self.model_state.sampler.state.draft_sampler(slots, positions + 1)
         drafted = self.model.model.draft(step, Caches({}, {}, {}, {}, caches), depth, sample)
-        drafts[requests, :depth] = drafted.tokens
         confidences = drafted.confidences(self._temperatures[:depth])
-        # What was not drafted is never accepted.
-        self.draft_token_confidence_probs[requests] = torch.nn.functional.pad(
-            confidences, (0, self.depth - depth)
-        )
-        if self._log is not None:
-            self._log.keep(slots, drafted.confidence_logits)
-        return drafts
+        return Drafts(drafted.tokens, confidences, drafted.confidence_logits)
 
     def _measure(self, num_requests: int) -> None:
         """Draft without caches, for vLLM to see how much memory it takes."""

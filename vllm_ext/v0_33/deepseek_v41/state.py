@@ -40,12 +40,25 @@ class DeepseekV41State(api.DefaultModelState):
 
     supports_prompt_embeds = False
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Where a captured graph finds them.
+        self._context_ids = torch.full(
+            (self.max_num_reqs, self.model.context_depth), NO_TOKEN, dtype=torch.int64, device=self.device
+        )
+
     def prepare_inputs(self, input_batch: api.InputBatch, req_states: api.RequestState) -> dict[str, Any]:
         inputs: dict[str, Any] = super().prepare_inputs(input_batch, req_states)
         first = input_batch.positions[input_batch.query_start_loc[: input_batch.num_reqs].long()]
-        inputs["context_ids"] = tokens_before(
+        self._context_ids[: input_batch.num_reqs] = tokens_before(
             req_states.all_token_ids.gpu, input_batch.idx_mapping, first, self.model.context_depth
         )
+        inputs["context_ids"] = self._context_ids[: input_batch.num_reqs_after_padding]
+        return inputs
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        inputs: dict[str, Any] = super().prepare_dummy_inputs(num_reqs, num_tokens)
+        inputs["context_ids"] = self._context_ids[:num_reqs]
         return inputs
 
     def custom_sampler(self, sampler: api.Sampler) -> tuple[Sampler, Verifier | None]:
