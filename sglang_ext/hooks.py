@@ -13,6 +13,7 @@ from typing import Any
 
 from deepinfer_plugins.core.report import report
 from deepinfer_plugins.core.settings import SettingError, Settings
+from deepinfer_plugins.platforms.detect import no_graphs
 from deepinfer_plugins.sglang_ext import speculation
 
 _LOG = logging.getLogger("deepinfer_plugins")
@@ -247,15 +248,42 @@ def _number_samples() -> None:
     patch.wrap(patches.PARALLEL_SEEDS, seeds.numbering)
 
 
+def _no_graphs(backend: str, asked_for: bool) -> str:
+    """Why steps are not captured in CUDA graphs; empty if they are.
+
+    Args:
+        backend: SGLang's of graphs for decoding.
+        asked_for: Whether the user chose it.
+
+    Raises:
+        ValueError: If graphs were asked for and can't be.
+    """
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+
+    if backend == Backend.DISABLED:
+        return "switched off"
+    reason = no_graphs(Settings.from_env(), asked=asked_for)
+    if backend != Backend.FULL:
+        reason = "deepinfer_plugins captures whole steps, which is the backend full"
+    if reason and asked_for:
+        raise ValueError(
+            f"--cuda-graph-backend-decode {backend}: {reason}; use --cuda-graph-backend-decode disabled"
+        )
+    return reason
+
+
 def _defaults(server_args: Any) -> dict[str, Any]:
     """Fields for our model, where the user said nothing or there is one possibility."""
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
     cfg, asked = resolving_view(server_args), server_args._raw_input
-    graphs = cfg.cuda_graph_config
-    for phase in (Phase.DECODE, Phase.PREFILL):
-        graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
+    # Our graphs hold steps of any kind, as many rows as decoding has.
+    graphs = with_phase(cfg.cuda_graph_config, Phase.PREFILL, backend=Backend.DISABLED)
+    asked_for = (Phase.DECODE, "backend") in server_args._cuda_graph_config_locked
+    if reason := _no_graphs(graphs.decode.backend, asked_for):
+        graphs = with_phase(graphs, Phase.DECODE, backend=Backend.DISABLED)
+        _LOG.info("without CUDA graphs: %s", reason)
     fields: dict[str, Any] = {
         "attention_backend": ATTENTION_BACKEND,
         "prefill_attention_backend": None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.mem_cache.allocation import get_last_loc_torch
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_loader.weight_utils import download_weights_from_hf
-from sglang.srt.runtime_context import get_model, get_schedule, get_spec, process_model_config
+from sglang.srt.runtime_context import get_exec, get_model, get_schedule, get_spec, process_model_config
 
 from deepinfer_plugins.core import patch
 from deepinfer_plugins.core.report import report
 from deepinfer_plugins.core.settings import Settings
+from deepinfer_plugins.features.graphs import sizes_up_to
 from deepinfer_plugins.kernels.catalogue import load_ops
 from deepinfer_plugins.model.caches import CacheSpec, cache_specs
 from deepinfer_plugins.model.checkpoint import Checkpoint, resolve_model_folder
@@ -85,6 +88,7 @@ def _install(config: ModelConfig, draft: bool, device: torch.device) -> None:
     patch.wrap(patches.ADMIT, _admitting)
     patch.apply(patches.SAMPLE, _sample)
     patch.wrap(patches.SEED_REPORT, _once)
+    patch.wrap(patches.GRAPHS, _capturing)
     if draft:
         patch.apply(patches.DRAFTING, lambda self, server_args: DraftingWorker)
         patch.wrap(patches.ROW_WIDTH, _wide_enough)
@@ -104,6 +108,38 @@ def _wide_enough(original: Callable[[], int]) -> Callable[[], int]:
         return max(original(), get_alloc_reserve_per_decode() + get_schedule().page_size - 1)
 
     return get_req_to_token_extra_context_len
+
+
+def _capturing(original: Callable[..., Any]) -> Callable[..., Any]:
+    from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import GraphCapture
+
+    def capture_decode_graph(*, model_runner: Any) -> Any:
+        backend = model_runner.attn_backend
+        if not isinstance(backend, StepBackend):
+            return original(model_runner=model_runner)
+        depth = (get_spec().speculative_num_draft_tokens or 1) - 1
+        started, taken = time.monotonic(), 0.0
+        if sizes := _graph_sizes():
+            before = torch.cuda.mem_get_info()[0]
+            backend.capture(sizes, depth + 1)
+            taken = (before - torch.cuda.mem_get_info()[0]) / (1 << 30)
+        return GraphCapture(
+            # Steps run as without graphs, and the model replays them.
+            runner=None,
+            memory_phase="target_verify" if depth else "decode",
+            memory_usage_gb=taken,
+            capture_time=time.monotonic() - started,
+        )
+
+    return capture_decode_graph
+
+
+def _graph_sizes() -> list[int]:
+    """Numbers of requests whose steps are to be captured, by SGLang's flags."""
+    decode, most = get_exec().graph.cuda_graph_config.decode, get_schedule().max_running_requests
+    if decode.backend != Backend.FULL:
+        return []
+    return sorted({min(size, most) for size in decode.bs or sizes_up_to(min(decode.max_bs or most, most))})
 
 
 def _own_pool(specs: tuple[CacheSpec, ...]) -> Callable[[Any], Any]:

@@ -80,6 +80,18 @@ class Sampling:
             raise RuntimeError("no batch was admitted yet")
         return self._state
 
+    @property
+    def may_reject(self) -> bool:
+        """Whether some request may be verified by rejection."""
+        return choose_verify(self._setting, False, self._invariant) == "rejection"
+
+    def prepare(self, runner: Any) -> SamplingState:
+        """Make the state, with a slot for each row of SGLang's table of token slots; once."""
+        if self._state is None:
+            num_slots = runner.req_to_token_pool.req_to_token.shape[0]
+            self._state = SamplingState(num_slots, runner.model_config.vocab_size, runner.device, self._ops)
+        return self._state
+
     def admit(self, runner: Any, batch: Any) -> None:
         """Take in the requests whose prompt, or a part of it, a batch brings.
 
@@ -94,13 +106,11 @@ class Sampling:
         if not batch.forward_mode.is_extend():
             return
         pool = runner.req_to_token_pool
-        if self._state is None:
-            num_slots, vocab_size = pool.req_to_token.shape[0], runner.model_config.vocab_size
-            self._state = SamplingState(num_slots, vocab_size, runner.device, self._ops)
+        self.prepare(runner)
         # What nobody uses any more need not be computed for the others.
         for slot in self._held.intersection(pool.free_slots):
             self._held.remove(slot)
-            self._state.remove(slot)
+            self.state.remove(slot)
         decoding = {id(req) for req in batch.decoding_reqs or ()}
         for req in batch.reqs:
             if id(req) not in decoding:

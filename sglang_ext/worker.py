@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -25,11 +26,14 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 from deepinfer_plugins.core.settings import Settings
 from deepinfer_plugins.features.calibration import AcceptanceLog
 from deepinfer_plugins.features.cost_curve import Clock, Mark
-from deepinfer_plugins.features.sampling import Rows
+from deepinfer_plugins.features.graphs import DraftGraphs
+from deepinfer_plugins.features.sampling import NO_SLOT, Rows
 from deepinfer_plugins.features.schedule import Plan
 from deepinfer_plugins.features.verification import verify
-from deepinfer_plugins.model.step import NO_TOKEN
+from deepinfer_plugins.model.draft import confidences as confidences_of
+from deepinfer_plugins.model.step import NO_POSITION, NO_TOKEN
 from deepinfer_plugins.sglang_ext import speculation, versions
+from deepinfer_plugins.sglang_ext.attention import Inputs
 from deepinfer_plugins.sglang_ext.budget import Budget, cost_curve
 from deepinfer_plugins.sglang_ext.grammar import SampleDraft, following
 from deepinfer_plugins.sglang_ext.metrics import Metrics
@@ -78,6 +82,18 @@ class Window(NamedTuple):
         return cls(request, place, offsets, token_ids, prefix)
 
 
+class Drafts(NamedTuple):
+    """What is drafted for some requests.
+
+    Args:
+        tokens: int64 ``[requests, depth]``.
+        confidence_logits: fp32 ``[requests, depth]``.
+    """
+
+    tokens: torch.Tensor
+    confidence_logits: torch.Tensor
+
+
 class Outcome(NamedTuple):
     """What became of a step, on its way to the host.
 
@@ -119,6 +135,7 @@ class DraftingWorker(BaseSpecWorker):
         self._settings = Settings.from_env()
         self._is_scheduled = speculation.is_scheduled(self._settings)
         self._budget: Budget | None = None
+        self._graphs: DraftGraphs[Drafts] | None = None
         self._metrics = Metrics() if get_observability().enable_metrics else None
         path = self._settings.acceptance_log
         facts = {"model": get_model().model_path, "engine": f"sglang {versions.installed()}"}
@@ -127,7 +144,8 @@ class DraftingWorker(BaseSpecWorker):
         self._outcomes: deque[Outcome] = deque()
 
     def init_cuda_graphs(self) -> None:
-        """There are none; but pools and backends are there now, and a step can be timed."""
+        """Capture drafts; and time steps, which the target has captured by now."""
+        self._capture()
         if not self._is_scheduled:
             return
         most = get_schedule().max_running_requests * (self.depth + 1)
@@ -152,10 +170,9 @@ class DraftingWorker(BaseSpecWorker):
         nowhere = torch.zeros(num_rows, dtype=torch.int64, device=device)
         tokens = torch.arange(num_rows, device=device) % self._network.config.vocab_size
         start = self._clock.mark()
-        step = self._runner.attn_backend.step(
-            nowhere, torch.arange(num_rows, device=device), tokens, nowhere, nowhere
-        )
-        self._network.logits(self._network(step, self._runner.attn_backend.caches(nowhere, 1)))
+        request = torch.arange(num_rows, device=device)
+        inputs = Inputs(nowhere, request, tokens, nowhere, nowhere, 1)
+        self._network.logits(self._runner.attn_backend.run(inputs))
         end = self._clock.mark()
         self._clock.wait()
         return self._clock.milliseconds(start, end)
@@ -216,22 +233,22 @@ class DraftingWorker(BaseSpecWorker):
         last, positions = batch.spec_info.bonus_tokens.long(), batch.seq_lens.long()
         slots = batch.req_pool_indices.long()
         num_requests = slots.shape[0]
-        caches = backend.caches(slots, batch.spec_info.nxt_kv_lens_cpu.max().item())
-        requests = torch.arange(num_requests, device=slots.device)
+        longest = int(batch.spec_info.nxt_kv_lens_cpu.max())
 
         started = self._clock.mark()
-        step = backend.step(slots, requests, last, positions, positions)
-        sample: SampleDraft = state.draft_sampler(slots, positions + 1)
-        if batch.has_grammar and grammar_barrier is not None:
-            # Drafts follow the grammars from the last token on.
-            grammar_barrier()
-        with following(batch.reqs, sample) if batch.has_grammar else nullcontext(sample) as sample:
-            drafted = self._network.draft(step, caches, self.depth, sample)
+        if batch.has_grammar:
+            if grammar_barrier is not None:
+                # Drafts follow the grammars from the last token on.
+                grammar_barrier()
+            drafted = self._draft(slots, last, positions, longest, batch.reqs)
+        else:
+            drafted = self._replay_draft(slots, last, positions, longest)
         has_drafted = self._clock.mark()
         confidences, lengths = torch.zeros_like(drafted.confidence_logits), None
         num_drafts = num_requests * self.depth
         if self._budget is not None and plan is not None:
-            confidences, num_drafts = drafted.confidences(self._temperatures), plan.budget
+            num_drafts = plan.budget
+            confidences = confidences_of(drafted.confidence_logits, self._temperatures)
             lengths = self._budget.lengths(confidences, plan)
         window = Window.of(last, drafted.tokens, lengths, num_requests + num_drafts)
         tree = None
@@ -240,8 +257,8 @@ class DraftingWorker(BaseSpecWorker):
             tree = GrammarTree.from_linear_chain(torch.cat([last[:, None], drafted.tokens], dim=1))
 
         row_positions = positions[window.request] + window.place
-        step = backend.step(slots, window.request, window.token_ids, row_positions, positions)
-        logits = self._network.logits(self._network(step, caches))
+        inputs = Inputs(slots, window.request, window.token_ids, row_positions, positions, longest)
+        logits = self._network.logits(backend.run(inputs))
         has_run = self._clock.mark()
         if tree is not None:
             self._apply_grammar(logits, window, batch, tree, grammar_barrier)
@@ -269,6 +286,67 @@ class DraftingWorker(BaseSpecWorker):
             speculative_output_stride=verified.tokens.shape[1],
             new_seq_lens=new_lengths,
         )
+
+    def _draft(
+        self,
+        slots: torch.Tensor,
+        last: torch.Tensor,
+        positions: torch.Tensor,
+        longest: int,
+        constrained: Sequence[Any] = (),
+    ) -> Drafts:
+        """Draft after the last token of each request.
+
+        Args:
+            slots: int64 ``[requests]``; ``NO_SLOT``: padding.
+            last: int64 ``[requests]``.
+            positions: int64 ``[requests]``, of the last tokens; ``NO_POSITION``: padding.
+            longest: As of :class:`Inputs`.
+            constrained: The requests, if some have a grammar.
+        """
+        backend, rows = self._runner.attn_backend, slots.clamp(min=0)
+        request = torch.arange(slots.shape[0], device=slots.device)
+        step = backend.step(rows, request, last, positions, positions)
+        sampler: SampleDraft = self._sampling.state.draft_sampler(slots, positions + 1)
+        with following(constrained, sampler) if constrained else nullcontext(sampler) as sample:
+            drafted = self._network.draft(step, backend.caches(rows, longest), self.depth, sample)
+        return Drafts(drafted.tokens, drafted.confidence_logits)
+
+    def _replay_draft(
+        self, slots: torch.Tensor, last: torch.Tensor, positions: torch.Tensor, longest: int
+    ) -> Drafts:
+        """:meth:`_draft` without grammars, from a graph if one serves the requests."""
+        count = slots.shape[0]
+        found = None if self._graphs is None else self._graphs.find(count)
+        if found is None:
+            return self._draft(slots, last, positions, longest)
+        graphs, size = found
+        self._slots[:count], self._slots[count:size] = slots, NO_SLOT
+        self._last[:count] = last
+        self._positions[:count], self._positions[count:size] = positions, NO_POSITION
+        drafted = graphs.replay(size)
+        return Drafts(*(part[:count] for part in drafted))
+
+    def _capture(self) -> None:
+        """Capture drafts, if the target's steps are."""
+        backend, sizes = self._runner.attn_backend, self._runner.attn_backend.captured
+        if not sizes:
+            return
+        most, device = max(sizes), torch.device(self._runner.device)
+        self._slots = torch.full((most,), NO_SLOT, device=device)
+        self._positions = torch.full((most,), NO_POSITION, device=device)
+        self._last = torch.zeros(most, dtype=torch.int64, device=device)
+        graphs = DraftGraphs(
+            lambda size: self._draft(
+                self._slots[:size], self._last[:size], self._positions[:size], backend.longest
+            ),
+            sizes,
+            self._sampling.prepare(self._runner),
+            self.depth,
+            rejection=self._sampling.may_reject,
+        )
+        graphs.capture(backend.graph_pool)
+        self._graphs = graphs
 
     def _await(
         self,

@@ -35,27 +35,33 @@ class Graphs(Generic[T]):
         function: Runs so many rows. It reads and writes tensors that stay where they are, never looks at what is in
             them on the host, and returns tensors.
         sizes: Numbers of rows to capture.
-        pool: Memory that graphs share, as ``torch.cuda.graph_pool_handle`` gives it; None for one of their own.
     """
 
-    def __init__(self, function: Callable[[int], T], sizes: Sequence[int], pool: Any = None) -> None:
+    def __init__(self, function: Callable[[int], T], sizes: Sequence[int]) -> None:
         self._function = function
         self._sizes = sorted(sizes)
-        self._pool = pool
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, T]] = {}
 
-    def capture(self) -> None:
-        """Capture every size, the largest first: the others then fit into its memory."""
+    def capture(self, pool: Any = None) -> Any:
+        """Capture every size, the largest first: the others then fit into its memory.
+
+        Args:
+            pool: Memory of other graphs to share, none of which runs at the same time; None for its own.
+
+        Returns:
+            The memory that was taken.
+        """
         for size in reversed(self._sizes):
             # What is compiled, loaded or allocated once must be there before.
             self._function(size)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             # An engine's other threads may wait for the device meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 result = self._function(size)
-            self._pool = graph.pool() if self._pool is None else self._pool
+            pool = graph.pool()
             self._captured[size] = graph, result
+        return pool
 
     def size_for(self, count: int) -> int | None:
         """The captured size that ``count`` rows are replayed with; None if there is none so large."""
@@ -92,7 +98,6 @@ class DraftGraphs(Generic[T]):
         state: Parameters of the requests.
         depth: Drafts of a request.
         rejection: Whether requests may be verified by rejection, which takes a table of their drafts' distributions.
-        pool: As of :class:`Graphs`.
     """
 
     def __init__(
@@ -102,22 +107,21 @@ class DraftGraphs(Generic[T]):
         state: SamplingState,
         depth: int,
         rejection: bool,
-        pool: Any = None,
     ) -> None:
         self._state = state
         self._depth = depth if rejection else 0
         ways = [frozenset[str](), _NOISE, _NOISE | _FILTERS]
         if rejection:
             ways += [_NOISE | _REJECTION, _NOISE | _FILTERS | _REJECTION]
-        self._graphs = {way: Graphs(function, sizes, pool) for way in ways}
+        self._graphs = {way: Graphs(function, sizes) for way in ways}
 
-    def capture(self) -> None:
-        """Capture every size in every way."""
+    def capture(self, pool: Any = None) -> None:
+        """Capture every size in every way; ``pool`` as of :meth:`Graphs.capture`."""
         if self._depth:
             self._state.reserve_record(self._depth)
         for way, graphs in self._graphs.items():
             with self._state.assuming(way):
-                graphs.capture()
+                pool = graphs.capture(pool)
 
     def find(self, count: int) -> tuple[Graphs[T], int] | None:
         """The graphs that serve the state's requests, and their size for ``count`` of them; None if there are none."""

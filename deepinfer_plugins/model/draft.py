@@ -57,8 +57,12 @@ class Drafted(NamedTuple):
 
     def confidences(self, temperatures: torch.Tensor | float = 1.0) -> torch.Tensor:
         """Confidences, fp32 ``[num_requests, depth]``; one temperature for all, or float64 ``[depth]``."""
-        scaled = self.confidence_logits.double() / temperatures
-        return scaled.clamp(-LOGIT_BOUND, LOGIT_BOUND).sigmoid().float()
+        return confidences(self.confidence_logits, temperatures)
+
+
+def confidences(logits: torch.Tensor, temperatures: torch.Tensor | float) -> torch.Tensor:
+    """See :meth:`Drafted.confidences`; ``logits`` are its ``confidence_logits``."""
+    return (logits.double() / temperatures).clamp(-LOGIT_BOUND, LOGIT_BOUND).sigmoid().float()
 
 
 class Draft(nn.Module):

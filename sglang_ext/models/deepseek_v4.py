@@ -63,13 +63,13 @@ class DeepseekV4ForCausalLM(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any
     ) -> LogitsProcessorOutput:
-        batch = get_attn_backend().forward_metadata
-        if batch is None:
+        backend = get_attn_backend()
+        if backend.forward_metadata is None:
             hidden = torch.empty(
                 0, self.network.config.hidden_size, dtype=torch.bfloat16, device=input_ids.device
             )
         else:
-            hidden = self.network(batch.step, batch.caches)
+            hidden = backend.run(backend.forward_metadata)
         return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
 
 

@@ -80,6 +80,14 @@ DRAFTING = Patch(
     parameters=("self", "server_args"),
 )
 
+GRAPHS = Patch(
+    target="sglang.srt.model_executor.model_runner_components.cuda_graph_setup:capture_decode_graph",
+    why="a graph of SGLang's holds batches of equal requests; ours hold any rows, prompts' and a schedule's too",
+    upstream="none",
+    remove_when="a platform's get_graph_runner_cls is asked on CUDA",
+    parameters=("model_runner",),
+)
+
 ROW_WIDTH = Patch(
     target="sglang.srt.mem_cache.kv_cache_configurator:get_req_to_token_extra_context_len",
     why=(
@@ -115,6 +123,7 @@ PATCHES: tuple[Patch, ...] = (
     SAMPLE,
     SEED_REPORT,
     PARALLEL_SEEDS,
+    GRAPHS,
     DRAFTING,
     ROW_WIDTH,
     LAST_SLOTS,

@@ -48,7 +48,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
             self.graphs[desc] = Call(replay)
         self._graphs_captured = True
 
-    def capture_draft(self: Any) -> None:
+    def capture_draft(self: Any, pool: Any = None) -> None:
         for size in self._sizes:
             self._captured[size] = Call(lambda: None), self._function(size)
 

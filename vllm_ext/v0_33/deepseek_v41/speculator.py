@@ -206,7 +206,6 @@ class Speculator(api.DraftModelSpeculator):
                 self.model_state.sampler.state,
                 self.depth,
                 rejection=self._rejection,
-                pool=api.current_platform.get_global_graph_pool(),
             )
 
     @torch.inference_mode()
@@ -214,7 +213,7 @@ class Speculator(api.DraftModelSpeculator):
         if self._graphs is not None:
             self._requests.zero_()
             self._slots.fill_(NO_SLOT)
-            self._graphs.capture()
+            self._graphs.capture(api.current_platform.get_global_graph_pool())
 
     def observe_verification(
         self, idx_mapping: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor
