@@ -1,0 +1,226 @@
+"""Steps and drafts replayed from graphs, on a CPU: a call in the place of each CUDA graph.
+
+A replay calls what was captured again, with the tensors of its capture: it sees what lies in them by then, and fills
+up with rows of padding.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deepinfer_plugins.core.target import Arch, Want
+from deepinfer_plugins.core.testing import assert_same_bits
+from deepinfer_plugins.features import graphs
+from deepinfer_plugins.features.sampling import SamplingParams
+from deepinfer_plugins.kernels.catalogue import load_ops
+from deepinfer_plugins.model.caches import cache_specs
+from deepinfer_plugins.model.checkpoint import Checkpoint
+from deepinfer_plugins.model.engram import CompressedVocabulary
+from deepinfer_plugins.model.loading import load
+from deepinfer_plugins.model.make_checkpoint import make_checkpoint
+from deepinfer_plugins.model.network import DeepseekV41
+
+REQUESTS, LENGTH, PAGE, DEPTH = 4, 64, 8, 3
+SIZES = [1, 2, 4]
+PARAMETERS = (
+    SamplingParams(seed=1, temperature=0),
+    SamplingParams(seed=2),
+    SamplingParams(seed=3, temperature=0.7, top_k=40, top_p=0.9),
+    SamplingParams(seed=4, verify="rejection"),
+)
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes that were replayed."""
+    noted: list[int] = []
+
+    def capture(self: Any, pool: Any = None) -> None:
+        self._captured = {size: (None, self._function(size)) for size in self._sizes}
+
+    def replay(self: Any, size: int) -> Any:
+        assert size in self._captured
+        noted.append(size)
+        return self._function(size)
+
+    monkeypatch.setattr(graphs.Graphs, "capture", capture)
+    monkeypatch.setattr(graphs.Graphs, "replay", replay)
+    return noted
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> DeepseekV41:
+    folder: Path = tmp_path_factory.mktemp("graphs") / "checkpoint"
+    make_checkpoint(folder, "tiny")
+    checkpoint = Checkpoint.open(folder)
+    network = DeepseekV41(
+        checkpoint.config,
+        load_ops(Want(Arch.CPU)),
+        device=torch.device("cpu"),
+        max_positions=LENGTH + DEPTH,
+        vocabulary=CompressedVocabulary.from_folder(folder, checkpoint.config.vocab_size),
+        draft=True,
+    )
+    load(network, checkpoint)
+    return network
+
+
+@pytest.fixture
+def runner(network: DeepseekV41, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As much of SGLang's runner as is asked for: requests in odd rows of its table, with pages in any order."""
+    monkeypatch.setenv("DEEPINFER_TEST_POISON_CACHES", "1")
+    from deepinfer_plugins.sglang_ext import attention
+    from deepinfer_plugins.sglang_ext.cache import CachePool
+    from deepinfer_plugins.sglang_ext.sampling import Sampling
+
+    monkeypatch.setattr(attention, "get_spec", lambda: SimpleNamespace(speculative_algorithm="DSPARK"))
+    generator = torch.Generator().manual_seed(1)
+    pages = 2 * REQUESTS * LENGTH // PAGE
+    pool = CachePool(pages * PAGE, pages * PAGE, PAGE, "cpu", cache_specs(network.config, draft=True))
+    mapping = torch.arange((pages + 1) * PAGE)
+    mapping[PAGE:] = (
+        (torch.randperm(pages, generator=generator) + 1)[:, None] * PAGE + torch.arange(PAGE)
+    ).flatten()
+    pool.register_mapping(mapping)
+    table = torch.zeros(2 * REQUESTS, LENGTH, dtype=torch.int32)
+    order = torch.randperm(pages, generator=generator)[: REQUESTS * LENGTH // PAGE] + 1
+    table[1::2] = (order[:, None] * PAGE + torch.arange(PAGE)).view(REQUESTS, LENGTH).int()
+    runner = SimpleNamespace(
+        token_to_kv_pool=pool,
+        req_to_token_pool=SimpleNamespace(req_to_token=table),
+        model_config=SimpleNamespace(vocab_size=network.config.vocab_size),
+        device="cpu",
+        model=SimpleNamespace(network=network, sampling=Sampling(network.ops, "rejection", False)),
+    )
+    runner.attn_backend = attention.StepBackend(runner, network.config.engram_max_ngram_size - 1)
+    state = runner.model.sampling.prepare(runner)
+    for place, params in enumerate(PARAMETERS):
+        state.add(2 * place + 1, params, [])
+    return runner
+
+
+def worker_of(runner: Any) -> Any:
+    """A worker without what it would ask SGLang for."""
+    from deepinfer_plugins.sglang_ext.worker import DraftingWorker
+
+    worker = DraftingWorker.__new__(DraftingWorker)
+    worker._runner, worker._network, worker._sampling = runner, runner.model.network, runner.model.sampling
+    worker.depth, worker._graphs, worker._outcomes = DEPTH, None, deque()
+    return worker
+
+
+def inputs_of(count: int, first: int, rows: int, seed: int = 0) -> Any:
+    """The next rows of the first requests."""
+    from deepinfer_plugins.sglang_ext.attention import Inputs
+
+    generator = torch.Generator().manual_seed(seed)
+    request = torch.arange(count).repeat_interleave(rows)
+    return Inputs(
+        slots=2 * torch.arange(count) + 1,
+        request=request,
+        token_ids=torch.randint(3, 1000, (count * rows,), generator=generator),
+        positions=first + torch.arange(rows).repeat(count),
+        first=torch.full((count,), first),
+        longest=first + rows,
+    )
+
+
+def contents(pool: Any) -> list[torch.Tensor]:
+    """Every cache, without the page of padding, and the tokens."""
+    pages = [
+        kind[1:].clone() for part in (pool.full_kv_pool, pool.swa_kv_pool) for kind in part.pages.values()
+    ]
+    return [*pages, pool.token_ids[PAGE:].clone()]
+
+
+def restore(pool: Any, saved: list[torch.Tensor]) -> None:
+    pages = [kind for part in (pool.full_kv_pool, pool.swa_kv_pool) for kind in part.pages.values()]
+    for kind, old in zip(pages, saved[:-1], strict=True):
+        kind[1:] = old
+    pool.token_ids[PAGE:] = saved[-1]
+
+
+def assert_same(runner: Any, run: Callable[[], Any], capture: Callable[[], None]) -> None:
+    """``run`` gives the same and writes the same after ``capture``."""
+    pool = runner.token_to_kv_pool
+    saved = contents(pool)
+    want = [part.clone() for part in run()]
+    after = contents(pool)
+    restore(pool, saved)
+    capture()
+    for part, old in zip(contents(pool), saved, strict=True):
+        assert_same_bits(part, old, "what capturing wrote")
+    for _ in range(2):
+        restore(pool, saved)
+        for one, other in zip(run(), want, strict=True):
+            assert_same_bits(one, other, "result")
+        for part, old in zip(contents(pool), after, strict=True):
+            assert_same_bits(part, old, "caches")
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_steps(runner: Any, replayed: list[int], count: int) -> None:
+    backend = runner.attn_backend
+    backend.run(inputs_of(REQUESTS, 0, 37))
+    inputs = inputs_of(count, 37, 1 + DEPTH, seed=count)
+    assert_same(runner, lambda: [backend.run(inputs)], lambda: backend.capture(SIZES, 1 + DEPTH))
+    assert replayed == [{1: 1, 3: 4, 4: 4}[count] * (1 + DEPTH)] * 2
+    # Other rows than those of decoding: a part of a prompt, and one that is too long.
+    backend.run(inputs_of(2, 41, 3))
+    backend.run(inputs_of(4, 41, 5))
+    assert replayed[2:] == [2 * (1 + DEPTH)]
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_drafts(runner: Any, replayed: list[int], count: int) -> None:
+    runner.attn_backend.run(inputs_of(REQUESTS, 0, 37))
+    worker, inputs = worker_of(runner), inputs_of(count, 37, 1, seed=count)
+    state = runner.model.sampling.state
+
+    def run() -> list[torch.Tensor]:
+        drafts = worker._replay_draft(inputs.slots, inputs.token_ids, inputs.positions, 37 + DEPTH)
+        return [*drafts, *(table[inputs.slots] for table in state.record or ())]
+
+    def capture() -> None:
+        runner.attn_backend.captured = tuple(SIZES)
+        worker._capture()
+
+    assert_same(runner, run, capture)
+    assert replayed == [{1: 1, 3: 4, 4: 4}[count]] * 2
+
+
+def test_features_without_a_graph(runner: Any, replayed: list[int]) -> None:
+    worker, inputs = worker_of(runner), inputs_of(1, 0, 1)
+    runner.attn_backend.captured = tuple(SIZES)
+    worker._capture()
+    runner.model.sampling.state.add(1, SamplingParams(seed=1, repetition_penalty=1.5), [])
+    worker._replay_draft(inputs.slots, inputs.token_ids, inputs.positions, 1 + DEPTH)
+    assert not replayed
+
+
+def test_which_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepinfer_plugins.platforms import detect
+    from deepinfer_plugins.platforms.chip import Defaults
+    from deepinfer_plugins.platforms.sm90 import SM90
+    from deepinfer_plugins.sglang_ext.hooks import _no_graphs
+
+    monkeypatch.setattr(detect, "detect", lambda accelerator=None: detect.Found(SM90, "H200"))
+    monkeypatch.setenv("DEEPINFER_BATCH_INVARIANT", "0")
+    for eager in (False, True):
+        monkeypatch.setattr(SM90, "defaults", Defaults(eager=eager, cache_bytes=None))
+        assert bool(_no_graphs("full", False)) == eager
+        assert _no_graphs("full", True) == ""
+        assert _no_graphs("disabled", True)
+    with pytest.raises(ValueError, match="--cuda-graph-backend-decode breakable"):
+        _no_graphs("breakable", True)
+    monkeypatch.setenv("DEEPINFER_PLUGINS_EXPERTS", "torch")
+    assert "experts (torch)" in _no_graphs("full", False)
+    with pytest.raises(ValueError, match=r"experts \(torch\)"):
+        _no_graphs("full", True)
