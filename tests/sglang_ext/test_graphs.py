@@ -147,8 +147,10 @@ def restore(pool: Any, saved: list[torch.Tensor]) -> None:
     pool.token_ids[PAGE:] = saved[-1]
 
 
-def assert_same(runner: Any, run: Callable[[], Any], capture: Callable[[], None]) -> None:
-    """``run`` gives the same and writes the same after ``capture``."""
+def assert_same(
+    runner: Any, run: Callable[[], Any], capture: Callable[[], None], other: Callable[[], Any]
+) -> None:
+    """``run`` gives the same and writes the same after ``capture``, whatever ``other`` has left behind."""
     pool = runner.token_to_kv_pool
     saved = contents(pool)
     want = [part.clone() for part in run()]
@@ -158,9 +160,10 @@ def assert_same(runner: Any, run: Callable[[], Any], capture: Callable[[], None]
     for part, old in zip(contents(pool), saved, strict=True):
         assert_same_bits(part, old, "what capturing wrote")
     for _ in range(2):
+        other()
         restore(pool, saved)
-        for one, other in zip(run(), want, strict=True):
-            assert_same_bits(one, other, "result")
+        for got, expected in zip(run(), want, strict=True):
+            assert_same_bits(got, expected, "result")
         for part, old in zip(contents(pool), after, strict=True):
             assert_same_bits(part, old, "caches")
 
@@ -170,12 +173,17 @@ def test_steps(runner: Any, replayed: list[int], count: int) -> None:
     backend = runner.attn_backend
     backend.run(inputs_of(REQUESTS, 0, 37))
     inputs = inputs_of(count, 37, 1 + DEPTH, seed=count)
-    assert_same(runner, lambda: [backend.run(inputs)], lambda: backend.capture(SIZES, 1 + DEPTH))
-    assert replayed == [{1: 1, 3: 4, 4: 4}[count] * (1 + DEPTH)] * 2
+    assert_same(
+        runner,
+        lambda: [backend.run(inputs)],
+        lambda: backend.capture(SIZES, 1 + DEPTH),
+        lambda: backend.run(inputs_of(REQUESTS, 30, 1 + DEPTH)),
+    )
+    assert replayed == [16, {1: 1, 3: 4, 4: 4}[count] * (1 + DEPTH)] * 2
     # Other rows than those of decoding: a part of a prompt, and one that is too long.
     backend.run(inputs_of(2, 41, 3))
     backend.run(inputs_of(4, 41, 5))
-    assert replayed[2:] == [2 * (1 + DEPTH)]
+    assert replayed[4:] == [2 * (1 + DEPTH)]
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
@@ -192,8 +200,15 @@ def test_drafts(runner: Any, replayed: list[int], count: int) -> None:
         runner.attn_backend.captured = tuple(SIZES)
         worker._capture()
 
-    assert_same(runner, run, capture)
-    assert replayed == [{1: 1, 3: 4, 4: 4}[count]] * 2
+    all_of_them = inputs_of(REQUESTS, 30, 1)
+
+    def other() -> None:
+        worker._replay_draft(
+            all_of_them.slots, all_of_them.token_ids, all_of_them.positions, all_of_them.longest + DEPTH
+        )
+
+    assert_same(runner, run, capture, other)
+    assert replayed == [4, {1: 1, 3: 4, 4: 4}[count]] * 2
 
 
 def test_features_without_a_graph(runner: Any, replayed: list[int]) -> None:
