@@ -11,7 +11,7 @@ class SM90(Chip):
     arch = Arch.SM90
     torch_device = "cuda"
     formats = frozenset({"float64", "float32", "bfloat16", "float8_e4m3fn"})
-    defaults = Defaults(eager=True, cache_bytes=None)
+    defaults = Defaults(eager=False, cache_bytes=None)
 
     @classmethod
     def detect(cls) -> str | None:
