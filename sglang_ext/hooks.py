@@ -263,8 +263,6 @@ def _no_graphs(backend: str, asked_for: bool) -> str:
     if backend == Backend.DISABLED:
         return "switched off"
     reason = no_graphs(Settings.from_env(), asked=asked_for)
-    if not asked_for:
-        reason = reason or "not run on hardware yet; --cuda-graph-backend-decode full asks for them"
     if backend != Backend.FULL:
         reason = "deepinfer_plugins captures whole steps, which is the backend full"
     if reason and asked_for:
