@@ -97,6 +97,8 @@ def no_graphs(settings: Settings, *, asked: bool, flag: tuple[str, bool | None] 
         flag: As of :func:`want`.
     """
     wanted, found = want(settings, flag=flag), detect(settings.accelerator)
+    if found.chip.torch_device != "cuda":
+        return f"there are none on {found.arch.value}"
     if held_up := catalogue.not_capturable(wanted):
         return f"a provider waits for the device: {', '.join(held_up)}"
     if found.chip.defaults.eager and not asked:

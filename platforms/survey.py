@@ -17,10 +17,10 @@ def survey(*, batch_invariant: bool | None = None) -> dict[str, Any]:
         batch_invariant: What the engine's own flag says; None: nothing.
 
     Returns:
-        ``chip``, ``operators`` (``{name: {provider, passed_over: {name: reason}}}``) and ``problems``.
+        ``chip``, ``graphs``, ``operators`` (``{name: {provider, passed_over: {name: reason}}}``) and ``problems``.
     """
     assert catalogue, "importing the catalogue registers the providers"
-    found: dict[str, Any] = {"chip": None, "operators": {}, "problems": []}
+    found: dict[str, Any] = {"chip": None, "graphs": None, "operators": {}, "problems": []}
     problems = found["problems"]
     try:
         settings = Settings.from_env()
@@ -35,6 +35,9 @@ def survey(*, batch_invariant: bool | None = None) -> dict[str, Any]:
         problems.append(f"{chip.arch.value}: {chip.chip.refusal}")
     for op in registry.operators():
         found["operators"][op] = _choice(op, want, problems)
+    if all(choice["provider"] for choice in found["operators"].values()):
+        reason = detect.no_graphs(settings, asked=False, flag=("the engine", batch_invariant))
+        found["graphs"] = f"none: {reason}" if reason else "whole steps"
     return found
 
 

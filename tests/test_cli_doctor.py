@@ -46,6 +46,7 @@ def test_no_engine(bare: dict[str, str], tmp_path: Path) -> None:
         "engine",
         "version",
         "chip",
+        "graphs",
         "active",
         "registered",
         "patches",
@@ -60,6 +61,7 @@ def test_no_engine(bare: dict[str, str], tmp_path: Path) -> None:
         and "deepinfer-plugins[vllm]" in answer["problems"][0]
     )
     assert answer["chip"].startswith("cpu (")
+    assert answer["graphs"] == "none: there are none on cpu"
     assert {"rms_norm", "sparse_attention", "experts"} <= answer["operators"].keys()
 
 
@@ -149,7 +151,7 @@ def answer_of_an_engine(**changes: object) -> dict[str, object]:
         "hooks": {},
         "planned": [],
         "report": record,
-        "survey": {"chip": "cpu (x)", "operators": {}, "problems": []},
+        "survey": {"chip": "cpu (x)", "graphs": "none", "operators": {}, "problems": []},
         "problems": [],
         "not_enabled": [],
         "switch": "",

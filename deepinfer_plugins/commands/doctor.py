@@ -35,6 +35,7 @@ class Diagnosis:
         engine: ``"vllm"`` or ``"sglang"``; None if neither is installed.
         version: The engine's version.
         chip: The chip this process would run on.
+        graphs: What CUDA graphs hold where no flag says otherwise, or why there are none.
         active: Whether the engine would run our model.
         registered: By kind, the engine's name and the class or function behind it, ours only.
         patches: Changes inside the engine: those made at registration, and those (``"applied": false``) that
@@ -47,6 +48,7 @@ class Diagnosis:
     engine: str | None = None
     version: str | None = None
     chip: str | None = None
+    graphs: str | None = None
     active: bool = False
     registered: dict[str, dict[str, str]] = field(
         default_factory=lambda: {"models": {}, "platforms": {}, "hooks": {}}
@@ -173,7 +175,7 @@ def _read(found: Diagnosis, answer: dict[str, Any]) -> None:
 
 
 def _add_survey(found: Diagnosis, survey: dict[str, Any]) -> None:
-    found.chip, found.operators = survey["chip"], survey["operators"]
+    found.chip, found.graphs, found.operators = survey["chip"], survey["graphs"], survey["operators"]
     found.problems += [problem for problem in survey["problems"] if problem not in found.problems]
 
 

@@ -16,6 +16,7 @@ def show(found: Diagnosis, console: Console) -> None:
     facts.add_column(overflow="fold")
     facts.add_row("engine", f"{found.engine or 'none'} {found.version or ''}".strip())
     facts.add_row("chip", escape(found.chip or "unknown"))
+    facts.add_row("graphs", escape(found.graphs or "unknown"))
     facts.add_row("active", "[green]yes[/]" if found.active else "[red]no[/]")
     for kind, names in found.registered.items():
         for name, ours in names.items():
