@@ -20,6 +20,10 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "sglang.srt.arg_groups.resolution_hooks:register_resolution_hook": ("name",),
     "sglang.srt.arg_groups.overrides:declare_resolution": ("server_args", "source"),
     "sglang.srt.arg_groups.choices:ATTENTION_BACKEND_CHOICES": (),
+    "sglang.srt.model_executor.model_runner_components.cuda_graph_setup:GraphCapture": (),
+    "sglang.srt.model_executor.cuda_graph_config:Backend.FULL": (),
+    "sglang.srt.model_executor.cuda_graph_config:with_phase": ("config", "phase"),
+    "sglang.srt.model_executor.cuda_graph_config:PhaseConfig": (),
     "sglang.srt.layers.attention.attention_registry:register_attention_backend": ("name",),
     "sglang.srt.layers.attention.base_attn_backend:AttentionBackend.init_forward_metadata": (
         "forward_batch",

@@ -57,7 +57,6 @@ SEAMS = (
         ("common_attn_metadata",),
     ),
     Seam("vllm.v1.attention.backend:CommonAttentionMetadata.query_start_loc", "rows of each request"),
-    Seam("vllm.v1.attention.backend:CommonAttentionMetadata.num_actual_tokens", "leave padding out"),
     Seam("vllm.v1.attention.backend:CommonAttentionMetadata.block_table_tensor", "page tables"),
     Seam("vllm.v1.kv_cache_interface:KVCacheSpec.copy_with_new_block_size", "size pages", ("block_size",)),
     Seam("vllm.v1.kv_cache_interface:AttentionSpec.tokens_per_state", "entries that stand for two positions"),
@@ -138,6 +137,39 @@ SEAMS = (
     Seam("vllm.v1.worker.gpu.model_runner:GPUModelRunner.adaptive_verification", "reach our budget"),
     Seam("vllm.v1.worker.gpu_worker:Worker.init_device", "change the runner before it is made"),
     Seam("vllm.v1.worker.gpu_worker:Worker.reload_weights", "refuse in time"),
+    Seam("vllm.config.compilation:CUDAGraphMode.FULL", "ask for graphs of whole steps"),
+    Seam("vllm.v1.attention.backend:AttentionCGSupport.ALWAYS", "have them for every batch"),
+    Seam(
+        "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_dummy_inputs",
+        "capture with the tokens before a step",
+        ("num_reqs", "num_tokens"),
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.block_table:BlockTables.input_block_tables", "the batch's page tables, in place"
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.set_attn",
+        "learn where they are",
+        ("model_state", "kv_cache_config", "block_tables"),
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator.init_cudagraph_manager",
+        "learn which graphs there are",
+        ("cudagraph_mode",),
+    ),
+    Seam("vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator.capture", "capture drafts"),
+    Seam("vllm.platforms.interface:Platform.get_global_graph_pool", "share the memory of graphs"),
+    Seam("vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager.captured_token_counts", "time those sizes"),
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager.batches_to_profile",
+        "time steps ourselves",
+        ("capture_sizes",),
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager.set_initial_cost_curves",
+        "the same",
+        ("samples",),
+    ),
     Seam("vllm.v1.worker.cpu_worker:CPUWorker.init_device", "change the runner before it is made"),
     Seam("vllm.platforms.interface:Platform.register_custom_kv_cache_specs", "register the draft's caches"),
     Seam("vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register", "the same"),
