@@ -178,12 +178,14 @@ def configuration(**parallel: int) -> Any:
     """As much of vLLM's configuration as the defaults read and set."""
     from types import SimpleNamespace
 
+    from vllm.config import CUDAGraphMode
+
     names = ("tensor", "pipeline", "data", "prefill_context", "decode_context")
     sizes = {f"{name}_parallel_size": parallel.get(name, 1) for name in names}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**sizes, worker_cls="theirs"),
         speculative_config=None,
-        compilation_config=SimpleNamespace(),
+        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
         model_config=SimpleNamespace(
             dtype="torch.bfloat16", hf_overrides={}, return_sampling_mask=False, enable_trace_replay=False
         ),
