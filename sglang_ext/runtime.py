@@ -88,6 +88,7 @@ def _install(config: ModelConfig, draft: bool, device: torch.device) -> None:
     patch.wrap(patches.ADMIT, _admitting)
     patch.apply(patches.SAMPLE, _sample)
     patch.wrap(patches.SEED_REPORT, _once)
+    patch.wrap(patches.STOP_STRINGS, _whole_stop_strings)
     patch.wrap(patches.GRAPHS, _capturing)
     if draft:
         patch.apply(patches.DRAFTING, lambda self, server_args: DraftingWorker)
@@ -108,6 +109,16 @@ def _wide_enough(original: Callable[[], int]) -> Callable[[], int]:
         return max(original(), get_alloc_reserve_per_decode() + get_schedule().page_size - 1)
 
     return get_req_to_token_extra_context_len
+
+
+def _whole_stop_strings(original: Callable[[Any, int], int]) -> Callable[[Any, int], int]:
+    def stop_match_tail_len(self: Any, new_accepted_len: int) -> int:
+        # No token is less than a byte.
+        longest = max((len(text.encode()) for text in self.sampling_params.stop_strs), default=0)
+        needed = min(longest + max(new_accepted_len, 1), len(self.output_ids))
+        return max(original(self, new_accepted_len), needed)
+
+    return stop_match_tail_len
 
 
 def _capturing(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -69,6 +69,16 @@ PARALLEL_SEEDS = Patch(
     remove_when="SGLang gives each parallel sample a seed of its own",
     parameters=("self", "tokenized_obj"),
 )
+STOP_STRINGS = Patch(
+    target="sglang.srt.managers.schedule_batch:Req._stop_match_tail_len",
+    why=(
+        "SGLang looks for a stop string in as many tokens as its own encoding has: one that was generated in more, "
+        "smaller ones is found in a step that brings many tokens and missed in others"
+    ),
+    upstream="none",
+    remove_when="whether SGLang finds a stop string does not depend on how many tokens a step brings",
+    parameters=("self", "new_accepted_len"),
+)
 DRAFTING = Patch(
     target="sglang.srt.speculative.spec_info:SpeculativeAlgorithm.create_worker",
     why=(
@@ -123,6 +133,7 @@ PATCHES: tuple[Patch, ...] = (
     SAMPLE,
     SEED_REPORT,
     PARALLEL_SEEDS,
+    STOP_STRINGS,
     GRAPHS,
     DRAFTING,
     ROW_WIDTH,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from deepinfer_plugins.features.cost_curve import PHASES
 from deepinfer_plugins.features.sampling import SamplingParams
@@ -166,6 +167,22 @@ def test_an_end_inside_a_window(five: Any, sampled: Any, few: Any, prompts: list
     word = whole["text"][5:8]
     (cut,) = five.ask([prompt], [{**params, "stop": [word]}], 24)
     assert cut["text"] == whole["text"][: whole["text"].index(word)]
+
+
+def test_a_stop_string_of_many_tokens(
+    server: Any, five: Any, checkpoint: Any, prompts: list[list[int]]
+) -> None:
+    """It is generated in twenty tokens, and its own encoding has ten: with drafts or without, it is found."""
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    letters = {tokenizer.token_to_id(letter): 40.0 for letter in "ab"}
+    params = {"temperature": 0, "logit_bias": letters, "regex": "(ab){15}", "ignore_eos": False}
+    stop = 10 * "ab"
+    assert len(tokenizer.encode(stop, add_special_tokens=False).ids) == 10
+    for running in (server, five):
+        whole, cut = running.ask([prompts[9]] * 2, [params, {**params, "stop": [stop]}], 30)
+        assert (whole["text"], len(whole["output_ids"])) == (15 * "ab", 30)
+        assert cut["output_ids"] == whole["output_ids"][:20]
+        assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
 
 
 def test_grammars(server: Any, drafting: Any, prompts: list[list[int]]) -> None:
