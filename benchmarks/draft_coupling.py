@@ -27,6 +27,7 @@ from deepinfer_plugins.core import shipped
 from deepinfer_plugins.evaluation import text
 from deepinfer_plugins.evaluation.engine import ReferenceEngine
 from deepinfer_plugins.features.sampling import SamplingParams, Verify
+from deepinfer_plugins.platforms.detect import detect
 
 TEMPERATURES = (0.3, 0.7, 1.0)
 SHARPENING = (0.7, 0.85, 0.95, 1.0, 1.05, 1.15, 1.3, 1.6)
@@ -39,8 +40,8 @@ class Recorder(ReferenceEngine):
     """Keeps the logits of drafts and of the rows that judge them."""
 
     def record(self) -> None:
-        """Start to keep pairs, in ``pairs``."""
-        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Start to keep pairs, in ``pairs``: position in the block, the target's logits, the draft's."""
+        self.pairs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._drafted: dict[int, torch.Tensor] = {}
         draft = self.model.draft
 
@@ -56,20 +57,30 @@ class Recorder(ReferenceEngine):
         for request, logits in zip(requests, self._last, strict=True):
             self._drafted[id(request)] = logits
 
-    def _choose(self, requests: Any, hidden: torch.Tensor, *args: Any) -> None:
-        logits, start = self.model.logits(hidden), 0
+    def _choose(self, requests: Any, logits: torch.Tensor, *args: Any) -> None:
+        start = 0
         pending = []
         for request in requests:
             count = len(request.drafts)
             drafted = self._drafted[id(request)] if count else logits
             pending.append((request, logits[start : start + count].clone(), drafted))
             start += count + 1
-        super()._choose(requests, hidden, *args)
+        super()._choose(requests, logits, *args)
         for request, judged, drafted in pending:
             if len(judged):
                 # Up to the first draft that was not kept: what comes after it is never looked at.
                 reached = request.result.verifications[-1].accepted + 1
-                self.pairs += list(zip(judged[:reached], drafted[:reached]))
+                self.pairs += zip(range(reached), judged[:reached].cpu(), drafted[:reached].cpu())
+
+
+def overlap(target: np.ndarray, draft: np.ndarray, temperature: float) -> np.ndarray:
+    """``1 - TV`` of each pair ``[n, vocab_size]``: what rejection keeps, and nothing surpasses."""
+
+    def softmax(x: np.ndarray) -> np.ndarray:
+        weights = np.exp((x - x.max(axis=1, keepdims=True)) / temperature)
+        return weights / weights.sum(axis=1, keepdims=True)
+
+    return np.minimum(softmax(target), softmax(draft)).sum(axis=1)
 
 
 def kept_share(target: np.ndarray, draft: np.ndarray, temperature: float, seed: int = 0) -> dict[str, Any]:
@@ -83,11 +94,7 @@ def kept_share(target: np.ndarray, draft: np.ndarray, temperature: float, seed: 
         for a, b in kept:
             kept[a, b] += int((((a / temperature) * draft + noise + b * best).argmax(axis=1) == token).sum())
 
-    def softmax(x: np.ndarray) -> np.ndarray:
-        weights = np.exp((x - x.max(axis=1, keepdims=True)) / temperature)
-        return weights / weights.sum(axis=1, keepdims=True)
-
-    bound = float(np.minimum(softmax(target), softmax(draft)).sum(axis=1).mean())
+    bound = float(overlap(target, draft, temperature).mean())
     shares = {key: count / (DRAWS * len(target)) for key, count in kept.items()}
     chosen = max(shares, key=lambda key: shares[key])
     return {
@@ -117,11 +124,9 @@ def made_up() -> list[dict[str, Any]]:
 
 def trained(folder: Path, num_prompts: int, new_tokens: int) -> list[dict[str, Any]]:
     """The same with a checkpoint's pairs, and what its runs keep."""
-    from tokenizers import Tokenizer
-
-    engine = Recorder(folder, max_positions=256)
+    engine = Recorder(folder, detect().chip, max_positions=256, max_requests=32)
     engine.record()
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = text.open_tokenizer(folder)
     documents = shipped.read_documents(shipped.corpus())
     pieces = text.choose(tokenizer, documents, engine.config.eos_token_id, 0, num_prompts).prompts
     prompts = [piece.tokens for piece in pieces]
@@ -143,8 +148,13 @@ def trained(folder: Path, num_prompts: int, new_tokens: int) -> list[dict[str, A
                 "kept_by_position": [float(np.mean(each)) for each in reached],
             }
             if way == "coupling":
-                target, draft = (torch.stack(side).double().numpy() for side in zip(*engine.pairs))
+                positions, *sides = zip(*engine.pairs)
+                target, draft = (torch.stack(side).double().numpy() for side in sides)
                 pairs = kept_share(target[:1500], draft[:1500], temperature)
+                same = overlap(target, draft, temperature)
+                pairs["one_minus_tv_by_position"] = [
+                    float(same[np.array(positions) == position].mean()) for position in range(DEPTH)
+                ]
         ratio = runs["coupling"]["mean_length"] / runs["rejection"]["mean_length"]
         found.append({"temperature": temperature, "coupling_of_rejection": ratio, **runs, **pairs})
         print(f"T={temperature}: coupling keeps {ratio:.3f} of rejection's mean length", flush=True)
@@ -161,6 +171,7 @@ def main() -> None:
     with torch.inference_mode():
         answer = {
             "machine": platform.machine(),
+            "chip": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "torch": importlib.metadata.version("torch"),
             "made_up": made_up(),
             "trained": trained(args.model, args.prompts, args.new_tokens),

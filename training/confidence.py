@@ -38,7 +38,7 @@ TRUTH, WIDTH = 2.0, 0.03
 # Prompts that a process continues together.
 PART = 8
 # Prompts of a document at most, 512 tokens apart.
-PIECES = 8
+PIECES = 4
 
 
 def observe(checkpoint: Path, prompts: list[list[int]], new_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

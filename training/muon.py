@@ -36,12 +36,13 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         parameters: ``[..., a, b]``.
-        lr: The root mean square of an update is a fifth of it, as AdamW's usually is.
+        lr: A number, or a tensor of one, on the parameters' device. The root mean square of an update is a fifth of
+            it, as AdamW's usually is.
         weight_decay: As in AdamW.
     """
 
     def __init__(
-        self, parameters: Iterable[torch.nn.Parameter], lr: float, weight_decay: float = 0.0
+        self, parameters: Iterable[torch.nn.Parameter], lr: float | torch.Tensor, weight_decay: float = 0.0
     ) -> None:
         super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
 
@@ -62,4 +63,4 @@ class Muon(torch.optim.Optimizer):
                 update = orthogonalise(torch.cat(updates)) * (0.2 * max(shape) ** 0.5)
                 for parameter, own in zip(parameters, update.split([len(u) for u in updates]), strict=True):
                     parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                    parameter.sub_(own.reshape(parameter.shape), alpha=group["lr"])
+                    parameter.sub_(own.reshape(parameter.shape) * group["lr"])

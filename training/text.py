@@ -44,6 +44,10 @@ _THINGS = (
     "guitar blanket teapot ladder mirror radio scarf umbrella"
 ).split()
 _COLOURS = "red green blue black white yellow purple orange grey brown".split()
+_FIELDS = (
+    "name colour count city state price owner size weight width height length age date maker "
+    "model label code level rate shelf stock tax total"
+).split()
 _STATES = "open closed pending shipped returned cancelled".split()
 
 
@@ -115,25 +119,131 @@ def record(rng: random.Random) -> dict[str, object]:
     }
 
 
+def profile(rng: random.Random) -> dict[str, object]:
+    """Of a user; the login repeats the name."""
+    name, number = rng.choice(_NAMES), rng.randint(1, 99)
+    return {
+        "login": f"{name.lower()}{number}",
+        "name": name,
+        "address": {"city": rng.choice(_CITIES), "zip": f"{rng.randint(0, 99999):05}"},
+        "likes": rng.sample(_THINGS, rng.randint(0, 4)),
+        "active": rng.random() < 0.8,
+    }
+
+
+def series(rng: random.Random) -> dict[str, object]:
+    """What a sensor said, with the largest and the smallest of it."""
+    values = [rng.randint(0, 99) for _ in range(rng.randint(2, 8))]
+    return {
+        "sensor": f"{rng.choice(_COLOURS)}-{rng.randint(1, 9)}",
+        "unit": rng.choice(["cm", "kg", "s", None]),
+        "values": values,
+        "min": min(values),
+        "max": max(values),
+    }
+
+
 def json_document(rng: random.Random) -> str:
-    indent = rng.choice([None, 2])
-    return json.dumps([record(rng) for _ in range(rng.randint(1, 4))], indent=indent)
+    """Some records of one kind."""
+    indent, maker = rng.choice([None, 2]), rng.choice([record, record, profile, series])
+    return json.dumps([maker(rng) for _ in range(rng.randint(1, 4))], indent=indent)
+
+
+def _getter(thing: str, name: str, rng: random.Random) -> list[str]:
+    return [f"def get_{name}(self):", f"    return self.{name}"]
+
+
+def _setter(thing: str, name: str, rng: random.Random) -> list[str]:
+    return [f"def set_{name}(self, {name}):", f"    self.{name} = {name}"]
+
+
+def _checked(thing: str, name: str, rng: random.Random) -> list[str]:
+    return [
+        f"def set_{name}(self, {name}):",
+        f"    if {name} is None:",
+        f'        raise ValueError("{thing} needs a {name}")',
+        f"    self.{name} = {name}",
+    ]
+
+
+def _has(thing: str, name: str, rng: random.Random) -> list[str]:
+    return [
+        f"def has_{name}(self):",
+        f'    """Whether the {thing} has a {name}."""',
+        f"    return self.{name} is not None",
+    ]
+
+
+def _compared(thing: str, name: str, rng: random.Random) -> list[str]:
+    word, sign = rng.choice([("same", "=="), ("more", ">"), ("less", "<")])
+    return [f"def {word}_{name}(self, other):", f"    return self.{name} {sign} other.{name}"]
+
+
+def _methods(thing: str, fields: list[str], rng: random.Random) -> Iterator[list[str]]:
+    """Of each field one to three, then some of the whole."""
+    makers = [_getter, _setter, _checked, _has, _compared]
+    for name in fields:
+        for maker in rng.sample(makers, rng.randint(1, 3)):
+            yield maker(thing, name, rng)
+    pairs = ", ".join(f'"{name}": self.{name}' for name in fields)
+    shown = ", ".join(f"{name}={{self.{name}!r}}" for name in fields)
+    equal = " and ".join(f"self.{name} == other.{name}" for name in fields)
+    taken = ", ".join(f'record["{name}"]' for name in fields)
+    whole = [
+        ["def as_dict(self):", f"    return {{{pairs}}}"],
+        ["def __repr__(self):", f'    return f"{thing.title()}({shown})"'],
+        ["def __eq__(self, other):", f"    return {equal}"],
+        ["@classmethod", "def from_dict(cls, record):", f"    return cls({taken})"],
+    ]
+    yield from rng.sample(whole, rng.randint(0, 3))
+
+
+def _functions(thing: str, fields: list[str], rng: random.Random) -> Iterator[list[str]]:
+    """Over many of the class."""
+    plural, name, other = f"{thing}s", rng.choice(fields), rng.choice(fields)
+    some = [
+        [
+            f"def with_{name}({plural}, {name}):",
+            f"    return [{thing} for {thing} in {plural} if {thing}.{name} == {name}]",
+        ],
+        [
+            f"def sorted_by_{name}({plural}):",
+            f"    return sorted({plural}, key=lambda {thing}: {thing}.{name})",
+        ],
+        [f"def {name}_of_all({plural}):", f"    return [{thing}.{name} for {thing} in {plural}]"],
+        [
+            f"def group_by_{other}({plural}):",
+            "    groups = {}",
+            f"    for {thing} in {plural}:",
+            f"        groups.setdefault({thing}.{other}, []).append({thing})",
+            "    return groups",
+        ],
+        [
+            f"def count_{other}({plural}):",
+            "    counts = {}",
+            f"    for {thing} in {plural}:",
+            f"        counts[{thing}.{other}] = counts.get({thing}.{other}, 0) + 1",
+            "    return counts",
+        ],
+    ]
+    yield from rng.sample(some, rng.randint(0, 3))
 
 
 def code_document(rng: random.Random) -> str:
-    """A small class whose methods follow from its fields."""
+    """A small class whose methods follow from its fields, and functions over many of it."""
     thing = rng.choice(_THINGS)
-    fields = rng.sample(["name", "colour", "count", "city", "state", "price", "owner"], 3)
+    fields = rng.sample(_FIELDS, rng.randint(2, 4))
     lines = [
         f"class {thing.title()}:",
-        f'    """A {thing} with {fields[0]}, {fields[1]} and {fields[2]}."""',
+        f'    """A {thing} with {", ".join(fields[:-1])} and {fields[-1]}."""',
         "",
     ]
     lines += [f"    def __init__(self, {', '.join(fields)}):"]
     lines += [f"        self.{name} = {name}" for name in fields]
-    for name in fields:
-        lines += ["", f"    def get_{name}(self):", f"        return self.{name}"]
-        lines += ["", f"    def set_{name}(self, {name}):", f"        self.{name} = {name}"]
+    for method in _methods(thing, fields, rng):
+        lines += ["", *(f"    {line}" for line in method)]
+    for function in _functions(thing, fields, rng):
+        lines += ["", "", *function]
     return "\n".join(lines) + "\n"
 
 

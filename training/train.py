@@ -10,7 +10,9 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ DRAFT_DECAY = 0.8
 MUON = 2.0
 # The deepest block drafted in training; half of the blocks have the depth the configuration names.
 MOST_DRAFTS = 8
+# Steps.
+SAVE_EVERY = 500
 
 
 class Text:
@@ -60,6 +64,20 @@ class Text:
         window = self.tokens[start[:, None] + torch.arange(LENGTH + 1, device=device)].clone()
         window[:, 0] = 0
         return window
+
+
+class Rollouts:
+    """What the backbone itself wrote, from :mod:`training.rollouts`: the text that drafts are for."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        kept = np.load(path)
+        self.tokens = torch.from_numpy(kept["tokens"].astype(np.int64)).to(device)
+        self.first, self.end = (torch.from_numpy(kept[name].astype(np.int64)) for name in ("first", "end"))
+
+    def batch(self, size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``[size, LENGTH + 1]``, and ``[size]``: the first token that the backbone wrote, and behind its last."""
+        chosen = torch.randint(0, len(self.tokens), (size,), generator=generator)
+        return self.tokens[chosen.to(self.tokens.device)], self.first[chosen], self.end[chosen]
 
 
 def accelerate() -> None:
@@ -103,21 +121,33 @@ class Trainer:
             elif parameter.requires_grad:
                 (decayed if parameter.dim() > 1 and "hc_" not in name else plain).append(parameter)
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-        self.optimiser = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), eps=1e-10)
-        self.muon = Muon(matrices, lr=peak * MUON, weight_decay=0.1)
+        # Tensors, so that a captured step reads them anew.
+        device = next(net.parameters()).device
+        self.rates = [torch.tensor(0.0, device=device) for _ in range(2)]
+        self.optimiser = torch.optim.AdamW(
+            groups,
+            lr=self.rates[0],
+            betas=(0.9, 0.95),
+            eps=1e-10,
+            fused=True,
+            capturable=device.type == "cuda",
+        )
+        self.muon = Muon(matrices, lr=self.rates[1], weight_decay=0.1)
         self.step = 0
         self.log: list[dict[str, Any]] = []
 
-    def update(self, loss: torch.Tensor, losses: Losses) -> float:
+    def set_rates(self) -> None:
+        """For the step that comes."""
+        rate = learning_rate(self.step, self.steps, self.peak)
+        for tensor, factor in zip(self.rates, (1.0, MUON), strict=True):
+            tensor.fill_(rate * factor)
+
+    def update(self, loss: torch.Tensor, losses: Losses) -> torch.Tensor:
+        """Change the parameters; the norm of the gradient. Nothing here waits for the device."""
         loss.backward()
         groups = [*self.optimiser.param_groups, *self.muon.param_groups]
         parameters = [p for group in groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        rate = learning_rate(self.step, self.steps, self.peak)
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate
-        for group in self.muon.param_groups:
-            group["lr"] = rate * MUON
         for optimiser in (self.optimiser, self.muon):
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
@@ -127,8 +157,7 @@ class Trainer:
                     bias = self.net.raw(f"{prefix}.gate.bias")
                     bias += BALANCE_RATE * torch.sign(load.mean() - load)
         self.net.begin()
-        self.step += 1
-        return float(norm) if self.step % 50 == 0 else 0.0
+        return norm
 
     def state(self) -> dict[str, Any]:
         """Parameters in fp32, second moments in bf16; first moments are a matter of twenty steps and start over."""
@@ -146,7 +175,7 @@ class Trainer:
         for name, value in state["second"].items():
             parameter = self.net.weights[name]
             self.optimiser.state[parameter] = {
-                "step": torch.tensor(float(self.step)),
+                "step": torch.tensor(float(self.step), device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": value.to(parameter),
             }
@@ -204,21 +233,36 @@ def perplexity(net: Network, text: Text, batches: int, size: int) -> float:
     return math.exp(total / batches)
 
 
+def draft_inputs(
+    text: Text, rollouts: Rollouts | None, size: int, anchors: int, depth: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Windows ``[size, LENGTH + 1]``, half of them written by the backbone; anchors and depths ``[size, anchors]``."""
+    window = text.batch(size, generator)
+    first, end = torch.ones(size, dtype=torch.int64), torch.full((size,), LENGTH)
+    if rollouts is not None:
+        half = size // 2
+        window[:half], first[:half], end[:half] = rollouts.batch(half, generator)
+    shape = (size, anchors)
+    # Behind an anchor comes a token that is known, then the drafts: the first of them in the text, all in the window.
+    last = torch.minimum(end - 2, torch.tensor(LENGTH - MOST_DRAFTS - 1))
+    room = (last - first + 1).clamp(min=1)
+    where = first[:, None] - 1 + (torch.rand(shape, generator=generator) * room[:, None]).long()
+    depths = torch.randint(1, MOST_DRAFTS + 1, shape, generator=generator)
+    usual = torch.rand(shape, generator=generator) < 0.5
+    depths = torch.where(usual, depth, depths)
+    device = window.device
+    return window, where.to(device), depths.to(device)
+
+
 def draft_step(
-    net: Network, window: torch.Tensor, anchors_per_sequence: int, generator: torch.Generator
+    net: Network, window: torch.Tensor, anchors: torch.Tensor, depths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Losses]:
-    """Losses of the draft at random anchors and depths, and how often it agrees."""
+    """Losses of the draft behind anchors, and how often it agrees."""
     tokens = window[:, :-1]
     net.eval()
     with torch.no_grad():
         hidden, taps = net(tokens, Losses())
     net.train()
-    shape = (len(tokens), anchors_per_sequence)
-    anchors = torch.randint(1, LENGTH - MOST_DRAFTS - 1, shape, generator=generator)
-    depths = torch.randint(1, MOST_DRAFTS + 1, shape, generator=generator)
-    usual = torch.rand(shape, generator=generator) < 0.5
-    depths = torch.where(usual, net.config.dspark_block_size, depths).to(tokens.device)
-    anchors = anchors.to(tokens.device)
     rows = anchors.unsqueeze(-1) + torch.arange(1, MOST_DRAFTS + 1, device=tokens.device)
     batch = torch.arange(len(tokens), device=tokens.device)[:, None, None]
     with torch.no_grad():
@@ -230,6 +274,62 @@ def draft_step(
     return cross, confidence, agree, losses
 
 
+def step_of(trainer: Trainer, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One step of a phase; what to log of it, on the device."""
+    if trainer.phase == "draft":
+        cross, confidence, agree, losses = draft_step(trainer.net, *inputs)
+        return {
+            "norm": trainer.update(cross + 0.2 * confidence, losses),
+            "loss": cross.detach(),
+            "confidence": confidence.detach(),
+            "agree": agree,
+        }
+    losses = Losses()
+    cross = backbone_loss(trainer.net, *inputs, losses)
+    index = torch.as_tensor(losses.index)
+    return {
+        "norm": trainer.update(cross + INDEX_WEIGHT * index, losses),
+        "loss": cross.detach(),
+        "index": index.detach(),
+    }
+
+
+class Captured:
+    """Steps replayed as one CUDA graph: launching its thousands of small kernels takes longer than running them.
+
+    The first steps run one by one, since they compile kernels and make the optimisers' state.
+    """
+
+    WARM_UP = 3
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.stream = torch.cuda.Stream()
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.done = 0
+
+    def __call__(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What :func:`step_of` says; the tensors are overwritten by the next step."""
+        if self.done < self.WARM_UP:
+            self.done += 1
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                result = step_of(self.trainer, *inputs)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return result
+        if self.graph is None:
+            self.inputs = [each.clone() for each in inputs]
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                self.result = step_of(self.trainer, *self.inputs)
+        for kept, new in zip(self.inputs, inputs, strict=True):
+            kept.copy_(new)
+        self.graph.replay()
+        return self.result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -238,13 +338,20 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--resume", type=Path, help="folder of the state to go on from; OUTPUT by default")
     parser.add_argument("--minutes", type=float, default=9)
-    parser.add_argument("--steps", type=int, default=1550)
-    parser.add_argument("--draft-steps", type=int, default=900)
+    parser.add_argument("--steps", type=int, default=2200)
+    parser.add_argument("--draft-steps", type=int, default=2500)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--draft-rate", type=float, default=2e-3)
     parser.add_argument("--anchors", type=int, default=64)
     parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument(
+        "--rollouts", type=Path, help="what the backbone wrote, for the draft; see training.rollouts"
+    )
+    parser.add_argument(
+        "--until", choices=["backbone", "draft"], default="draft", help="the last phase to train"
+    )
+    parser.add_argument("--eager", action="store_true", help="launch kernels one by one, also on a GPU")
     parser.add_argument("--documents", type=int, help="use only so many, for a trial")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -307,6 +414,8 @@ def train(
         kept = state.get("trainer")
         if kept and kept["phase"] == "draft" and phase == "backbone":
             continue
+        if phase == "draft" and arguments.until == "backbone":
+            break
         trainer = Trainer(net, phase, steps, peak, arguments.output)
         if kept and kept["phase"] == phase:
             trainer.restore(kept)
@@ -328,7 +437,12 @@ def run(
     deadline: float,
 ) -> bool:
     """Train until the phase is done (True) or time is up (False)."""
+    device = train_text.tokens.device
+    step: Callable[..., dict[str, torch.Tensor]] = partial(step_of, trainer)
+    if device.type == "cuda" and not arguments.eager:
+        step = Captured(trainer)
     draft = trainer.phase == "draft"
+    rollouts = Rollouts(arguments.rollouts, device) if draft and arguments.rollouts else None
     columns = [
         TextColumn(trainer.phase),
         BarColumn(),
@@ -342,38 +456,34 @@ def run(
             if time.monotonic() > deadline:
                 return False
             generator = torch.Generator().manual_seed(arguments.seed * 1_000_003 + trainer.step * 2 + draft)
-            window = train_text.batch(arguments.batch, generator)
+            inputs: tuple[torch.Tensor, ...]
             if draft:
-                cross, confidence, agree, losses = draft_step(net, window, arguments.anchors, generator)
-                loss = cross + 0.2 * confidence
+                depth = net.config.dspark_block_size
+                inputs = draft_inputs(
+                    train_text, rollouts, arguments.batch, arguments.anchors, depth, generator
+                )
             else:
-                losses = Losses()
-                cross = backbone_loss(net, window, losses)
-                loss = cross + INDEX_WEIGHT * losses.index
-            norm = trainer.update(loss, losses)
+                inputs = (train_text.batch(arguments.batch, generator),)
+            trainer.set_rates()
+            found = step(*inputs)
+            trainer.step += 1
             if trainer.step % 50 == 0 or trainer.step == trainer.steps:
-                entry = {
-                    "step": trainer.step,
-                    "loss": float(cross.detach()),
-                    "norm": norm,
-                    "seconds": time.monotonic() - started,
-                    "per_step": (time.monotonic() - started) / (trainer.step - first),
+                seconds = time.monotonic() - started
+                entry = {"step": trainer.step} | {
+                    name: [round(x, 4) for x in value.tolist()] if value.dim() else float(value)
+                    for name, value in found.items()
                 }
-                if draft:
-                    entry |= {
-                        "confidence": float(confidence.detach()),
-                        "agree": [round(x, 4) for x in agree.tolist()],
-                    }
-                else:
-                    entry |= {"index": float(torch.as_tensor(losses.index).detach())}
-                    if trainer.step % 200 == 0 or trainer.step == trainer.steps:
-                        entry["held_out_perplexity"] = perplexity(net, test_text, 4, arguments.batch)
+                entry |= {"seconds": seconds, "per_step": seconds / (trainer.step - first)}
+                if not draft and (trainer.step % 200 == 0 or trainer.step == trainer.steps):
+                    entry["held_out_perplexity"] = perplexity(net, test_text, 4, arguments.batch)
                 trainer.log.append(entry)
                 print(json.dumps(entry), flush=True)
+            if trainer.step % SAVE_EVERY == 0:
+                save(arguments.output, net, trainer)
             progress.update(
                 bar,
                 completed=trainer.step,
-                shown=f"loss {float(cross.detach()):.3f}" if trainer.step % 10 == 0 else "",
+                shown=f"loss {float(found['loss']):.3f}" if trainer.step % 10 == 0 else "",
             )
     return True
 

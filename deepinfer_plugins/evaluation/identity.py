@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -220,7 +220,10 @@ def cut_by_length(requests: Sequence[Request], answers: Sequence[Answer]) -> lis
 
 
 def cut_by_stop(
-    requests: Sequence[Request], answers: Sequence[Answer], decode: Callable[[list[int]], str]
+    requests: Sequence[Request],
+    answers: Sequence[Answer],
+    decode: Callable[[list[int]], str],
+    special: Collection[int] = (),
 ) -> list[Cut]:
     """Requests which a stop string ends inside the longest window that they had.
 
@@ -228,9 +231,13 @@ def cut_by_stop(
         requests: As they were asked.
         answers: Theirs, with drafts.
         decode: The text of tokens.
+        special: Tokens which leave no text. No end is behind one: SGLang looks for stop strings in their names too, and
+            vLLM does not.
     """
 
     def stop(answer: Answer, start: int, end: int) -> Mapping[str, Any] | None:
+        if any(token in special for token in answer["tokens"][:end]):
+            return None
         before, text = (decode(answer["tokens"][:length]) for length in (end - 1, end))
         # Half a character is no text yet.
         if text == before or not text.startswith(before) or "\ufffd" in text:

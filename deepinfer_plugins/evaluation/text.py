@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 # Tokens of a document that are scored: what the shipped checkpoint was trained on.
 LENGTH = 512
+# Documents of one source at most: one long file is not to stand for its kind.
+PER_SOURCE = 8
 # A prompt has this many tokens, and at most half of its document.
 PROMPT_LENGTHS = range(16, 97)
 
@@ -64,7 +68,7 @@ def tokenize(tokenizer: Tokenizer, documents: Iterable[Document], end: int) -> l
 def choose(
     tokenizer: Tokenizer, documents: Sequence[Document], end: int, tokens: int, prompts: int, seed: int = 0
 ) -> Text:
-    """Draw held-out documents that nothing was fitted to, each as likely as any other, and take their beginnings.
+    """Draw held-out documents that nothing was fitted to, of each kind in turn, and take their beginnings.
 
     Args:
         tokenizer: The model's; it puts a start token first.
@@ -84,15 +88,16 @@ def choose(
         document for document in documents if is_for_test(document.name) and document.text not in known
     ]
     rng.shuffle(held_out)
+    held_out = _in_turn(held_out)
     encoded = tokenize(tokenizer, held_out, end)
-    left = [
+    left = deque(
         Piece(document.kind, ids[:LENGTH].tolist()) for document, ids in zip(held_out, encoded, strict=True)
-    ]
+    )
     available = sum(len(piece.tokens) - 1 for piece in left)
     scored: list[Piece] = []
     missing = tokens
     while missing > 0 and left:
-        piece = left.pop()
+        piece = left.popleft()
         scored.append(piece._replace(tokens=piece.tokens[: missing + 1]))
         missing -= len(scored[-1].tokens) - 1
     long_enough = [piece for piece in left if len(piece.tokens) >= 2 * PROMPT_LENGTHS.start][:prompts]
@@ -108,3 +113,15 @@ def choose(
             for piece in long_enough
         ],
     )
+
+
+def _in_turn(documents: Iterable[Document]) -> list[Document]:
+    """Of each kind one after the other, as long as there are some; of one source at most ``PER_SOURCE``."""
+    kinds: dict[str, list[Document]] = defaultdict(list)
+    taken: Counter[str] = Counter()
+    for document in documents:
+        taken[document.source] += 1
+        if taken[document.source] <= PER_SOURCE:
+            kinds[document.kind].append(document)
+    rounds = zip_longest(*(kinds[kind] for kind in sorted(kinds)))
+    return [document for each in rounds for document in each if document is not None]
