@@ -298,7 +298,9 @@ class Verification:
         yield self._aborted(engine, way, max(1, min(at_once, len(self._requests) // 2)))
         by_length = identity.cut_by_length(self._requests, answers)
         yield self._cut(engine, way, "max_tokens inside a window", by_length)
-        by_stop = identity.cut_by_stop(self._requests, answers, self._tokenizer.decode)
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {number for number, token in added.items() if token.special}
+        by_stop = identity.cut_by_stop(self._requests, answers, self._tokenizer.decode, special)
         yield self._cut(engine, way, "a stop string inside a window", by_stop)
 
     def _aborted(self, engine: Running, way: Way, at_once: int) -> Check:
