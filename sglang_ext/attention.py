@@ -97,6 +97,8 @@ class StepBackend(AttentionBackend):
         # Numbers of requests whose steps are captured, and the memory of those graphs.
         self.captured: tuple[int, ...] = ()
         self.graph_pool: Any = None
+        # Whether the last step was replayed.
+        self.replays = False
         self._buffers: _Buffers | None = None
         self._graphs: Graphs[None] | None = None
         self.token_to_kv_pool = pool
@@ -132,7 +134,9 @@ class StepBackend(AttentionBackend):
             or size is None
             or inputs.slots.shape[0] > self._buffers.max_requests
         ):
+            self.replays = False
             return self._run(inputs)
+        self.replays = True
         self._buffers.fill(inputs, size)
         self._graphs.replay(size)
         return self._buffers.hidden[:rows]

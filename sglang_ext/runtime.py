@@ -196,7 +196,10 @@ def _admitting(original: Any) -> Any:
     def forward_batch_generation(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if batch is not None:
             self.model_runner.model.sampling.admit(self.model_runner, batch)
-        return original(self, batch, *args, **kwargs)
+        result = original(self, batch, *args, **kwargs)
+        # What SGLang says of the batch in its log and metrics.
+        result.can_run_cuda_graph = self.model_runner.attn_backend.replays
+        return result
 
     return forward_batch_generation
 

@@ -285,6 +285,7 @@ class DraftingWorker(BaseSpecWorker):
             speculative_num_draft_tokens=self.speculative_num_draft_tokens,
             speculative_output_stride=verified.tokens.shape[1],
             new_seq_lens=new_lengths,
+            can_run_cuda_graph=backend.replays,
         )
 
     def _draft(
