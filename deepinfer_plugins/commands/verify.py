@@ -108,7 +108,7 @@ def main(options: Options, as_json: bool) -> int:
         other = None if options.other_engine is None else _other(options.other_engine, requests)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=errors) as progress:
-            run = Verification(options, folder, tokenizer, requests, progress)
+            run = Verification(options, folder, tokenizer, requests, other, progress)
             checks = []
             for check in run.checks():
                 checks.append(check)
@@ -116,8 +116,6 @@ def main(options: Options, as_json: bool) -> int:
     except (ValueError, OSError, ImportError, EngineFailed) as error:
         errors.print(f"verify: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
-    if other is not None:
-        checks.append(compare("the other engine", other, run.reference, logprobs=False))
     ok = all(check.ok for check in checks)
     found = {
         "engine": options.engine,
@@ -209,6 +207,7 @@ class Verification:
         folder: The checkpoint.
         tokenizer: Of the checkpoint.
         requests: To run.
+        other: What the other engine answered; None for nothing.
         progress: Shows how far it is.
     """
 
@@ -218,10 +217,11 @@ class Verification:
         folder: Path,
         tokenizer: Tokenizer,
         requests: list[Request],
+        other: list[Answer] | None,
         progress: Progress,
     ) -> None:
         self._options, self._folder, self._tokenizer = options, folder, tokenizer
-        self._requests, self._progress = requests, progress
+        self._requests, self._other, self._progress = requests, other, progress
         self.reference: list[Answer] = []
         self.version = ""
 
@@ -246,6 +246,8 @@ class Verification:
     def _without_drafts(self, engine: Running, way: Way) -> Iterator[Check]:
         reference_at_once = self._options.reference_at_once
         self.reference, _ = engine.run(self._requests, reference_at_once)
+        if self._other is not None:
+            yield compare("the other engine", self._other, self.reference, logprobs=False)
         for at_once in self._options.concurrency:
             if max(at_once, reference_at_once) > 1:
                 yield self._beside(engine, way, at_once)[0]
