@@ -7,7 +7,8 @@ the number of rows nor the number of outputs has a say in it, so a fused project
 
 What may vary with the number of rows is where this is done. A few rows give each part a program of its own, so that
 every multiprocessor reads a share of the weight; many give all parts of a tile to one program. The weight is the
-left operand, so that the instruction's shape changes with the rows only along them.
+left operand, so that the instruction's shape changes with the rows only along them. Many rows in bfloat16 are the left
+operand themselves, and descriptors read both: on an H200 all of these tiles have the same bits.
 """
 
 # mypy: ignore-errors
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deepinfer_plugins.kernels.triton_formats import (
     INTERPRETED,
@@ -33,11 +35,14 @@ from deepinfer_plugins.kernels.triton_formats import (
 # Those of the attention's output, at 8192, are cut for the sake of decoding: from 1,024 rows on it costs a quarter.
 _SPLITS = {5120: 4, 8192: 4}
 
+# A weight with this many outputs, like the head, also a rank's share of it, fills a chip without parts.
+_TALL = 1 << 13
+
 # From this many programs on a chip counts as filled. A constant, not the chip's own number.
 _FULL = 100
 
 # From this many rows on a weight is decoded once, to bfloat16, and not by every program that reads it.
-_MANY_ROWS = 1024
+_MANY_ROWS = 512
 
 # Elements decoded to bfloat16 at a time: of a weight (32 MiB), and of rows (128 MiB).
 _WEIGHT_ELEMENTS = 1 << 24
@@ -67,11 +72,20 @@ _MORE = (
     Tiling(64, 128, 64, 4, 4),
     Tiling(64, 64, 64, 4, 4),
 )
+# Of operands that are read by descriptors, with the time of a wave, measured on an H200, relative to the others'. Two
+# sums, that of a part and that of those before it, leave no registers for the largest.
+_DESCRIBED = (
+    (Tiling(256, 128, 64, 8, 4), 2.4),
+    (Tiling(128, 64, 64, 4, 4), 1.0),
+    (Tiling(64, 64, 64, 4, 4), 0.65),
+)
+# Programs of a wave: multiprocessors of a chip. A constant, not the chip's own number.
+_WAVE = 132
 
 
-def num_splits(k: int) -> int:
-    """Parts into which a row of ``k`` elements is cut."""
-    return _SPLITS.get(k, 1)
+def num_splits(k: int, m: int) -> int:
+    """Parts into which a row of ``k`` elements is cut, of a weight of ``m`` outputs in each group."""
+    return 1 if m >= _TALL else _SPLITS.get(k, 1)
 
 
 def tiling(n: int, m: int, groups: int, splits: int) -> tuple[Tiling, bool]:
@@ -107,7 +121,8 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int
         weight: ``[groups * m, k]``, bfloat16. Group ``g`` of its rows meets group ``g`` of ``x``.
         out: ``[n, groups * m]``, bfloat16 or float32; its rows may be parts of longer ones.
     """
-    _launch(x, None, weight, None, out, groups)
+    splits = num_splits(weight.shape[1], weight.shape[0] // groups)
+    _launch(x, None, weight, None, out, groups, splits)
 
 
 def mxfp8_matmul(
@@ -130,47 +145,34 @@ def mxfp8_matmul(
     # Triton loads bytes with masks, but not e4m3 numbers.
     values, weight = values.view(torch.uint8), weight.view(torch.uint8)
     n, width = values.shape
+    splits = num_splits(weight.shape[1], weight.shape[0] // groups)
     if n <= 32:
-        _launch(values, scales, weight, weight_scales, out, groups)
+        _launch(values, scales, weight, weight_scales, out, groups, splits)
         return
     at_once = max(1, _ROW_ELEMENTS // max(width, 1))
+    multiply = _launch if n < _MANY_ROWS else _by_parts_of_weight
     for start in range(0, n, at_once):
         part = slice(start, start + at_once)
-        # Passed on without a name, so that it is freed before the next part is decoded.
-        if n < _MANY_ROWS:
-            _launch(decode_rows(values[part], scales[part]), None, weight, weight_scales, out[part], groups)
-        else:
-            _by_parts_of_weight(
-                decode_rows(values[part], scales[part]), weight, weight_scales, out[part], groups
-            )
+        # Rows are passed on without a name, so that they are freed before the next part is decoded.
+        multiply(
+            decode_rows(values[part], scales[part]), None, weight, weight_scales, out[part], groups, splits
+        )
 
 
 def decode_rows(values: torch.Tensor, scales: torch.Tensor, rows_per_scale: int = 1) -> torch.Tensor:
     """Bfloat16 ``[n, d]`` of e4m3 bytes ``values [n, d]`` with one scale per ``rows_per_scale`` rows and 32 columns."""
     n, d = values.shape
     out = torch.empty(n, d, dtype=torch.bfloat16, device=values.device)
-    groups = d // 32
-    at_once = 128
-    if n * groups:
-        grid = (triton.cdiv(n * groups, at_once),)
-        _decode_rows[grid](
-            out,
-            values,
-            scales,
-            n * groups,
-            groups,
-            values.stride(0),
-            scales.stride(0),
-            rows_per_scale,
-            at_once,
+    if n * d:
+        rows, columns = 32, 256
+        _decode_rows[(triton.cdiv(n, rows), triton.cdiv(d, columns))](
+            out, values, scales, n, d, values.stride(0), scales.stride(0), rows_per_scale, rows, columns
         )
     return out
 
 
-def _by_parts_of_weight(
-    x: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, out: torch.Tensor, groups: int
-) -> None:
-    """As ``matmul``, decoding a bounded part of the weight at a time."""
+def _by_parts_of_weight(x, x_scales, weight, weight_scales, out, groups, splits) -> None:
+    """As ``_launch``, decoding a bounded part of the weight at a time; ``x_scales`` is None."""
     k = weight.shape[1]
     m = weight.shape[0] // groups
     parts = triton.cdiv(m * k, _WEIGHT_ELEMENTS)
@@ -179,48 +181,87 @@ def _by_parts_of_weight(
         rows = x[:, group * k : (group + 1) * k]
         for start in range(group * m, (group + 1) * m, at_once):
             stop = min(start + at_once, (group + 1) * m)
-            part_scales = weight_scales[start // 32 : triton.cdiv(stop, 32)]
-            _launch(rows, None, decode_rows(weight[start:stop], part_scales, 32), None, out[:, start:stop], 1)
+            scales = weight_scales[start // 32 : triton.cdiv(stop, 32)]
+            part = decode_rows(weight[start:stop], scales, 32)
+            _launch(rows, x_scales, part, None, out[:, start:stop], 1, splits)
+            # Freed before the next part is decoded.
+            del part
 
 
-def _launch(x, x_scales, weight, weight_scales, out, groups) -> None:
+def described_tiling(n: int, m: int, groups: int, splits: int) -> tuple[Tiling, bool]:
+    """As :func:`tiling`, for operands that are read by descriptors: what needs the least time by waves."""
+
+    def separate(tile: Tiling) -> bool:
+        return splits > 1 and programs(tile) < _FULL
+
+    def programs(tile: Tiling) -> int:
+        return groups * triton.cdiv(m, tile.outputs) * triton.cdiv(n, tile.rows)
+
+    def seconds(choice: tuple[Tiling, float]) -> float:
+        parts = splits if separate(choice[0]) else 1
+        return triton.cdiv(programs(choice[0]) * parts, _WAVE) / parts * choice[1]
+
+    tile, _ = min((one for one in _DESCRIBED if splits == 1 or one[0].outputs <= 128), key=seconds)
+    return tile._replace(step=128) if INTERPRETED.value else tile, separate(tile)
+
+
+def _can_be_described(operand: torch.Tensor, k: int, groups: int) -> bool:
+    """Whether rows lie where the chip's units for copying tiles can read them, a group's whole steps at a time."""
+    if operand.data_ptr() % 16 or operand.stride(1) != 1 or operand.stride(0) % 8:
+        return False
+    return groups == 1 or k % 128 == 0
+
+
+def _launch(x, x_scales, weight, weight_scales, out, groups, splits) -> None:
     n, m, k = x.shape[0], weight.shape[0] // groups, weight.shape[1]
     if not n * m:
         return
-    splits = num_splits(k)
-    tile, separate = tiling(n, m, groups, splits)
+    length = triton.cdiv(triton.cdiv(k, splits), 128) * 128
+    decoded = x_scales is None and weight_scales is None
+    described = n > 64 and decoded and all(_can_be_described(part, k, groups) for part in (x, weight))
+    tile, separate = (described_tiling if described else tiling)(n, m, groups, splits)
     sums = torch.empty(splits, n, groups * m, dtype=torch.float32, device=x.device) if separate else out
     tiles = triton.cdiv(m, tile.outputs) * triton.cdiv(n, tile.rows)
-    length = triton.cdiv(triton.cdiv(k, splits), 128) * 128
-    whole = k % length == 0
-    if whole:
-        x_scales, weight_scales = (
-            None if scales is None else scales.view(torch.int32) for scales in (x_scales, weight_scales)
+    grid = (tiles, splits if separate else 1, groups)
+    options = {
+        "SPLITS": splits,
+        "SEPARATE": separate,
+        "OUTPUTS": tile.outputs,
+        "ROWS": tile.rows,
+        "STEP": tile.step,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+    if described:
+        x, weight = (
+            TensorDescriptor.from_tensor(operand, [size, tile.step])
+            for operand, size in ((x, tile.rows), (weight, tile.outputs))
         )
-    _matmul[(tiles, splits if separate else 1, groups)](
-        sums,
-        x,
-        x_scales,
-        weight,
-        weight_scales,
-        n,
-        m,
-        k,
-        sums.stride(-2),
-        x.stride(0),
-        0 if x_scales is None else x_scales.stride(0),
-        weight.stride(0),
-        0 if weight_scales is None else weight_scales.stride(0),
-        length,
-        SPLITS=splits,
-        SEPARATE=separate,
-        WHOLE=whole,
-        OUTPUTS=tile.outputs,
-        ROWS=tile.rows,
-        STEP=tile.step,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        _matmul_tiles[grid](sums, x, weight, n, m, k, sums.stride(-2), length, **options)
+    else:
+        whole = k % length == 0
+        if whole:
+            x_scales, weight_scales = (
+                None if scales is None else scales.view(torch.int32) for scales in (x_scales, weight_scales)
+            )
+        _matmul[grid](
+            sums,
+            x,
+            x_scales,
+            weight,
+            weight_scales,
+            n,
+            m,
+            k,
+            sums.stride(-2),
+            x.stride(0),
+            0 if x_scales is None else x_scales.stride(0),
+            weight.stride(0),
+            0 if weight_scales is None else weight_scales.stride(0),
+            length,
+            WHOLE=whole,
+            **options,
+        )
     if separate:
         size = n * groups * m
         _add_parts[(triton.cdiv(size, 1024),)](out, sums, size, groups * m, out.stride(0), splits, 1024)
@@ -288,6 +329,66 @@ def _sum_part(
             right = load_mxfp8(x, x_scales, start, k, WHOLE, ROWS, STEP)
         total = dot(left, tl.trans(right), total)
     return total
+
+
+@triton.jit
+def _sum_tiles(x, weight, row, column, output, first, last, total, STEP: tl.constexpr):
+    """``total [ROWS, OUTPUTS]`` and the sums over the columns from ``first`` to ``last``."""
+    for start in range(first, last, STEP):
+        left, right = x.load([row, column + start]), weight.load([output, start])
+        total = dot(left, tl.trans(right), total)
+    return total
+
+
+@triton.jit(do_not_specialize=["n"])
+def _matmul_tiles(
+    out,
+    x,
+    weight,
+    n,
+    m,
+    k,
+    out_stride,
+    length,
+    SPLITS: tl.constexpr,
+    SEPARATE: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """As ``_matmul``, of bfloat16 operands that are read by descriptors, in tiles of their own."""
+    tiles_m = tl.cdiv(m, OUTPUTS)
+    tiles_n = tl.cdiv(n, ROWS)
+    tile = tl.program_id(0)
+    band = tile // (8 * tiles_n)
+    height = tl.minimum(tiles_m - band * 8, 8)
+    within = tile % (8 * tiles_n)
+    part = tl.program_id(1)
+    group = tl.program_id(2)
+    first_output = (band * 8 + within % height) * OUTPUTS
+    first_row = within // height * ROWS
+
+    none = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    first = part * length
+    last = tl.minimum(first + length, k)
+    total = _sum_tiles(x, weight, first_row, group * k, group * m + first_output, first, last, none, STEP)
+    if SEPARATE:
+        out += part.to(tl.int64) * n * out_stride
+    else:
+        for later in range(1, SPLITS):
+            first = later * length
+            last = tl.minimum(first + length, k)
+            total += _sum_tiles(
+                x, weight, first_row, group * k, group * m + first_output, first, last, none, STEP
+            )
+    if out.dtype.element_ty == tl.bfloat16:
+        result = to_bfloat16(total)
+    else:
+        result = total
+    row = first_row.to(tl.int64) + tl.arange(0, ROWS)
+    output = first_output + tl.arange(0, OUTPUTS)
+    place = out + row[:, None] * out_stride + (group * m + output)[None, :]
+    tl.store(place, result, mask=(row < n)[:, None] & (output < m)[None, :])
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -390,24 +491,27 @@ def _add_parts(out, sums, size, width, out_stride, SPLITS: tl.constexpr, BLOCK: 
     tl.store(out + (place // width) * out_stride + place % width, result, mask=present)
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=["n"])
 def _decode_rows(
     out,
     values,
     scales,
-    size,
-    groups,
+    n,
+    d,
     stride,
     scales_stride,
-    rows_per_scale: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS_PER_SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Decode ``size`` groups of 32, ``groups`` of them to a row, and write them side by side."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    present = place < size
-    row, group = place // groups, place % groups
-    lane = tl.arange(0, 32)[None, :]
-    codes = tl.load(values + (row * stride + group * 32)[:, None] + lane, mask=present[:, None], other=0)
-    powers = tl.load(scales + (row // rows_per_scale) * scales_stride + group, mask=present, other=0)
-    wide = decode_e4m3(codes) * decode_ue8m0(powers)[:, None]
-    tl.store(out + place[:, None] * 32 + lane, to_bfloat16(wide), mask=present[:, None])
+    """Decode ``n`` rows of ``d`` numbers, and write them side by side."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    group = tl.program_id(1) * (COLUMNS // 32) + tl.arange(0, COLUMNS // 32)[None, :]
+    present = (row < n)[:, None]
+    codes = tl.load(values + row[:, None] * stride + column, mask=present & (column < d), other=0)
+    place = scales + (row // ROWS_PER_SCALE)[:, None] * scales_stride + group
+    powers = tl.load(place, mask=present & (group * 32 < d), other=0)
+    wide = tl.reshape(decode_e4m3(codes), (ROWS, COLUMNS // 32, 32)) * decode_ue8m0(powers)[:, :, None]
+    numbers = to_bfloat16(tl.reshape(wide, (ROWS, COLUMNS)))
+    tl.store(out + row[:, None] * d + column, numbers, mask=present & (column < d))

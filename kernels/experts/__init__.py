@@ -4,7 +4,7 @@ from deepinfer_plugins.core.target import Arch
 from deepinfer_plugins.kernels.registry import register
 from deepinfer_plugins.kernels.spec import Bitwise, Provider, Within
 
-# The order of its sums on an SM90 has changed since its rows were compared there; on an SM100 nothing has run.
+# Not run on hardware on an SM100.
 register(
     Provider(
         op="experts",
@@ -16,7 +16,7 @@ register(
         agrees=Within(atol=2.0**-3, rtol=2.0**-7),
         needs=("triton",),
         capturable=True,
-        unchecked=frozenset({Arch.SM90, Arch.SM100}),
+        unchecked=frozenset({Arch.SM100}),
     )
 )
 register(

@@ -38,7 +38,7 @@ KEYS = 8192
 # Keys that are kept at a time: 128 MiB.
 KEYS_AT_ONCE = 1 << 26
 # Programs that score, if there are as many tiles.
-PROGRAMS = 2048
+PROGRAMS = 1056
 
 
 def index_select(

@@ -140,7 +140,7 @@ def test_long_rows_do_not_depend_on_the_batch(op: str, chip: torch.device, matmu
     """Parts of unequal length, not of whole words of scales."""
     k = 2 * PART + 64
     case = cancelling(op, chip, 20 if INTERPRETED else 70, k)
-    assert matmul.num_splits(k) == 2
+    assert matmul.num_splits(k, 40) == 2
     check_some_rows(triton_provider(op).load(), case)
 
 
@@ -154,7 +154,7 @@ def test_a_split_that_depends_on_the_batch_is_caught(
     def mutant(**args: Any) -> Any:
         few = len(args[case.rows[0]]) < 8
         with monkeypatch.context() as patch:
-            patch.setattr(matmul, "num_splits", lambda k: 1 if few else 2)
+            patch.setattr(matmul, "num_splits", lambda k, m: 1 if few else 2)
             return function(**args)
 
     with pytest.raises(AssertionError, match="first difference"):
@@ -177,6 +177,26 @@ def test_every_tiling_gives_the_same_bits(
                 continue
             monkeypatch.setattr(matmul, "tiling", lambda *_, tile=tile, separate=separate: (tile, separate))
             assert_same_bits(case.call(function)[0], want, f"{tile}, separate={separate}")
+
+
+@pytest.mark.parametrize("op", SUMS)
+def test_operands_read_by_descriptors_give_the_same_bits(
+    op: str, chip: torch.device, matmul: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that are decoded beforehand, and those that are not, in tiles of every kind."""
+    case = cancelling(op, chip, 65)
+    function = triton_provider(op).load()
+    few = torch.tensor([64, 3], device=chip)
+    want = case.call(function, few)[0]
+    monkeypatch.setattr(matmul, "_MANY_ROWS", 65)
+    tiles = [tile for tile, _ in matmul._DESCRIBED]
+    for tile in (tiles[-1]._replace(step=128),) if INTERPRETED else tiles:
+        for separate in (False, True):
+            if tile.outputs > 128 and not separate:
+                continue
+            choice = (tile, separate)
+            monkeypatch.setattr(matmul, "described_tiling", lambda *_, choice=choice: choice)
+            assert_same_bits(case.call(function)[0][few], want, f"{tile}, separate={separate}")
 
 
 @pytest.mark.parametrize("op", ["mxfp8_linear", "mxfp8_grouped_linear"])
@@ -225,8 +245,8 @@ def test_the_workspace_is_bounded() -> None:
     """Sums of parts, for every shape of weight and number of rows: at most 64 MiB."""
     matmul = pytest.importorskip("deepinfer_plugins.kernels.triton_matmul")
     for k in (256, 1280, 2304, 4096, 5120, 8192, 15360):
-        splits = matmul.num_splits(k)
         for m in (1, 32, 384, 1024, 1792, 5120, 32768, 129280):
+            splits = matmul.num_splits(k, m)
             for groups in (1, 8):
                 for n in (1, 16, 17, 64, 65, 100, 256, 1000, 4096, 16384):
                     _, separate = matmul.tiling(n, m, groups, splits)
