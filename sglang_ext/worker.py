@@ -26,7 +26,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 from deepinfer_plugins.core.settings import Settings
 from deepinfer_plugins.features.calibration import AcceptanceLog
 from deepinfer_plugins.features.cost_curve import Clock, Mark
-from deepinfer_plugins.features.graphs import DraftGraphs
+from deepinfer_plugins.features.graphs import DraftGraphs, sizes_up_to
 from deepinfer_plugins.features.sampling import NO_SLOT, Rows
 from deepinfer_plugins.features.schedule import Plan
 from deepinfer_plugins.features.verification import verify
@@ -330,10 +330,10 @@ class DraftingWorker(BaseSpecWorker):
 
     def _capture(self) -> None:
         """Capture drafts, if the target's steps are."""
-        backend, sizes = self._runner.attn_backend, self._runner.attn_backend.captured
-        if not sizes:
+        backend, device = self._runner.attn_backend, torch.device(self._runner.device)
+        if not backend.captured:
             return
-        most, device = max(sizes), torch.device(self._runner.device)
+        most = max(backend.captured)
         self._slots = torch.full((most,), NO_SLOT, device=device)
         self._positions = torch.full((most,), NO_POSITION, device=device)
         self._last = torch.zeros(most, dtype=torch.int64, device=device)
@@ -341,7 +341,7 @@ class DraftingWorker(BaseSpecWorker):
             lambda size: self._draft(
                 self._slots[:size], self._last[:size], self._positions[:size], backend.longest
             ),
-            sizes,
+            sizes_up_to(most),
             self._sampling.prepare(self._runner),
             self.depth,
             rejection=self._sampling.may_reject,

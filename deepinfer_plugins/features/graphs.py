@@ -17,15 +17,17 @@ from deepinfer_plugins.features.sampling import SamplingState
 T = TypeVar("T")
 
 
-def sizes_up_to(most: int, step: int = 8) -> list[int]:
-    """Numbers of rows to capture for, ascending: powers of two below ``step``, its multiples, and ``most``.
+def sizes_up_to(most: int) -> list[int]:
+    """Numbers of rows to capture for, ascending: powers of two, from 16 on also halfway between them, and ``most``.
+
+    So fewer than half of the rows of a replay are padding, and capturing stays a matter of seconds.
 
     Args:
         most: The largest; 0 for none.
-        step: Distance between large ones: at most so many rows are padding.
     """
-    sizes = {size for size in (1, 2, 4) if size < step} | {*range(step, most + 1, step)} | {most}
-    return sorted(size for size in sizes if 0 < size <= most)
+    powers = {1 << power for power in range(most.bit_length())}
+    halfway = {3 * power // 2 for power in powers if power >= 16}
+    return sorted(size for size in powers | halfway | {most} if 0 < size <= most)
 
 
 class Graphs(Generic[T]):
