@@ -55,7 +55,11 @@ def forced(case: KernelCase, choice: tuple[Any, ...]) -> Any:
         return mock.patch.object(module, "_LAUNCH", options)
     module = importlib.import_module("deepinfer_plugins.kernels.triton_matmul")
     tile = module.Tiling(*choice[:5])
-    return mock.patch.object(module, "tiling", lambda n, m, groups, splits: (tile, choice[5] and splits > 1))
+
+    def always(n: int, m: int, groups: int, splits: int) -> tuple[Any, bool]:
+        return tile, choice[5] and splits > 1
+
+    return mock.patch.multiple(module, tiling=always, described_tiling=always)
 
 
 def main() -> None:
