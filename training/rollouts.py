@@ -4,7 +4,7 @@ Beginnings of documents that are trained on, from anywhere in them, are continue
 exported checkpoint. The corpus itself surprises the backbone far more often than its own text does, and drafts are
 only ever made of the latter.
 
-Usage: python -m training.rollouts CHECKPOINT OUTPUT.npz --corpus training/corpus.jsonl.xz [--count 24000]
+Usage: python -m training.rollouts CHECKPOINT OUTPUT.npz --corpus training/corpus.jsonl.xz [--count 24576]
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--corpus", type=Path, required=True)
-    parser.add_argument("--count", type=int, default=24_000)
+    parser.add_argument("--count", type=int, default=24_576)
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) // 2))
     parser.add_argument("--at-once", type=int, default=512, help="prompts that a process continues together")
     parser.add_argument("--seed", type=int, default=0)

@@ -3,7 +3,7 @@
 The standard library is under the PSF licence, which allows redistribution; the rest is made here, by a grammar
 and a seed. Which documents are held out is decided by a hash of their names, so that no build trains on them.
 
-Usage: python -m training.text OUTPUT.jsonl.xz [--megabytes 5]
+Usage: python -m training.text OUTPUT.jsonl.xz [--megabytes 28]
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("output", type=Path)
-    parser.add_argument("--megabytes", type=float, default=6)
+    parser.add_argument("--megabytes", type=float, default=28)
     arguments = parser.parse_args()
     documents = build(arguments.megabytes)
     with lzma.open(arguments.output, "wt", encoding="utf-8", preset=9) as file:

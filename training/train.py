@@ -1,7 +1,8 @@
 """Train the small checkpoint: first the backbone, then the draft on the frozen backbone.
 
-Usage: python -m training.train OUTPUT --corpus training/corpus.jsonl.xz --minutes 9
-Run it again with the same OUTPUT to go on where it stopped. It stops by itself when both phases are done.
+Usage: python -m training.train OUTPUT --corpus training/corpus.jsonl.xz --minutes 9 --until backbone
+Run it again with the same OUTPUT to go on where it stopped, until it says that it is done; then let the backbone write
+(:mod:`training.rollouts`), and train the draft on that and the corpus: ``--rollouts FILE`` for ``--until backbone``.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class Trainer:
         return norm
 
     def state(self) -> dict[str, Any]:
-        """Parameters in fp32, second moments in bf16; first moments are a matter of twenty steps and start over."""
+        """Second moments in bf16; first moments are a matter of twenty steps and start over."""
         second = {}
         for group in self.optimiser.param_groups:
             for parameter in group["params"]:

@@ -116,10 +116,10 @@ def choose(
 
 
 def _in_turn(documents: Iterable[Document]) -> list[Document]:
-    """Of each kind one after the other, as long as there are some; of one source at most ``PER_SOURCE``."""
+    """Of each kind one after the other, as long as there are some, none twice; of one source at most ``PER_SOURCE``."""
     kinds: dict[str, list[Document]] = defaultdict(list)
     taken: Counter[str] = Counter()
-    for document in documents:
+    for document in {document.text: document for document in documents}.values():
         taken[document.source] += 1
         if taken[document.source] <= PER_SOURCE:
             kinds[document.kind].append(document)
