@@ -6,14 +6,7 @@ import copy
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from deepinfer_plugins.features.sampling import child_seed
-
-_TWO_64 = 1 << 64
-
-
-def signed(seed: int) -> int:
-    """A seed's 64 bits as SGLang takes them, a signed number."""
-    return seed - _TWO_64 if seed >= _TWO_64 // 2 else seed
+from deepinfer_plugins.features.sampling import child_seed, signed_seed
 
 
 def numbering(original: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Coroutine[Any, Any, None]]:
@@ -36,7 +29,7 @@ def numbering(original: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..
             if index + 1 < params.n:
                 sent[id(params)] = (params, index + 1)
             tokenized_obj.sampling_params = copy.copy(params)
-            tokenized_obj.sampling_params.sampling_seed = signed(child_seed(params.sampling_seed, index))
+            tokenized_obj.sampling_params.sampling_seed = signed_seed(child_seed(params.sampling_seed, index))
         await original(self, tokenized_obj)
 
     return send_one_request

@@ -108,6 +108,11 @@ def child_seed(seed: int, index: int) -> int:
     return (seed + index) % _SEEDS
 
 
+def signed_seed(seed: int) -> int:
+    """A seed's 64 bits as engines hold them: a signed number."""
+    return (seed + _SEEDS // 2) % _SEEDS - _SEEDS // 2
+
+
 def choose_verify(setting: str, seeded: bool, invariant: bool) -> Verify:
     """How a request's drafts are verified.
 

@@ -19,6 +19,7 @@ from deepinfer_plugins.features.sampling import (
     child_seed,
     choose_verify,
     fresh_seed,
+    signed_seed,
 )
 
 VOCAB = 37
@@ -230,6 +231,8 @@ def test_seeds() -> None:
     assert len(seeds) == 100 and max(seeds) < 2**63 and max(seeds) > 2**60
     assert [child_seed(5, index) for index in range(3)] == [5, 6, 7]
     assert child_seed(2**64 - 1, 1) == 0 and child_seed(-1, 0) == 2**64 - 1
+    numbers = {0: 0, 2**63 - 1: 2**63 - 1, 2**63: -(2**63), 2**64 - 1: -1, -5: -5}
+    assert {seed: signed_seed(seed) for seed in numbers} == numbers
     # Signed or not, 64 bits are the same seed; and each of them counts.
     state = SamplingState(4, VOCAB, "cpu")
     for slot, seed in enumerate([-1, 2**64 - 1, 2**63 - 1, 2**32 - 1]):

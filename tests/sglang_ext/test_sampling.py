@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from deepinfer_plugins.sglang_ext import seeds
 
 COUNT = 12
@@ -72,10 +70,3 @@ def test_a_grammar_holds(server: Any, prompts: list[list[int]]) -> None:
     answers = server.ask([prompts[4]] * 2, params)
     for answer in answers:
         assert len(answer["text"]) == 4 and answer["text"].isdecimal(), answer["text"]
-
-
-@pytest.mark.parametrize(
-    ("seed", "number"), [(0, 0), (2**63 - 1, 2**63 - 1), (2**63, -(2**63)), (2**64 - 1, -1)]
-)
-def test_bits_of_a_seed(seed: int, number: int) -> None:
-    assert seeds.signed(seed) == number

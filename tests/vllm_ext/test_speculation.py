@@ -107,6 +107,7 @@ class Plain:
     all: list[Any]
     free: list[list[tuple[int, list[int]]]]
     again: list[tuple[int, list[int]]]
+    largest: list[tuple[int, list[int]]]
     refused: str
     afterwards: list[int]
 
@@ -126,10 +127,12 @@ def plain(start: Any, tiny: Any, asked: Any, prompts: list[list[int]]) -> Plain:
         answers = generate(engine, asked)
         free = [samples(engine, n=2) for _ in range(2)]
         again = [samples(engine, seed=seed)[0] for pair in free for seed, _ in pair]
+        # The second sample's seed is more than a signed number holds; a negative one has the same bits.
+        largest = [*samples(engine, n=2, seed=2**63 - 1), *samples(engine, seed=-(2**63))]
         with pytest.raises(NotImplementedError) as refused:
             engine.llm.collective_rpc("reload_weights")
         (output,) = engine.check(prompts[3:4], "after reload_weights", new_tokens=4)
-        return Plain(answers, free, again, str(refused.value), list(output.outputs[0].token_ids))
+        return Plain(answers, free, again, largest, str(refused.value), list(output.outputs[0].token_ids))
 
 
 def test_every_parameter_does_something(plain: Plain, asked: Any) -> None:
@@ -148,6 +151,11 @@ def test_a_request_without_a_seed_gets_one_and_reports_it(plain: Plain) -> None:
         len({seed for seed, _ in samples}) == 4 and first[0][1] != second[0][1] and first[0][1] != first[1][1]
     )
     assert plain.again == samples
+
+
+def test_samples_of_the_largest_seed(plain: Plain) -> None:
+    (one, first), (two, second), (_, same) = plain.largest
+    assert (one, two) == (2**63 - 1, 2**63) and first != second == same
 
 
 def test_new_weights_are_refused_while_the_old_ones_are_there(plain: Plain) -> None:

@@ -6,12 +6,13 @@ tokens, processors of logits that a user plugged in, and a budget of thinking to
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepinfer_plugins.features.sampling import Rows, SamplingOps, SamplingState
+from deepinfer_plugins.features.sampling import Rows, SamplingOps, SamplingState, signed_seed
 from deepinfer_plugins.features.verification import verify
 from deepinfer_plugins.vllm_ext.v0_33 import api, requests
 
@@ -66,6 +67,10 @@ class Sampler:
         if self.req_states.num_speculative_steps:
             # vLLM verifies what it finds here even if nothing was drafted for this request: -1 is never accepted.
             self.req_states.draft_tokens[slot].fill_(-1)
+        if params.seed is not None:
+            # vLLM's own table, which we leave unread, holds signed numbers.
+            params = copy.copy(params)
+            params.seed = signed_seed(params.seed)
         self.sampling_states.add_request(slot, params)
         self.logprob_token_ids_state.add_request(slot, params)
         self._processes[slot] = self._thinking.add_request(slot, params)
