@@ -165,13 +165,14 @@ class DraftingWorker(BaseSpecWorker):
 
     @torch.no_grad()
     def _time_step(self, num_rows: int) -> float:
-        """Milliseconds of a step of so many requests of one token, in the place that padding has in the caches."""
+        """Milliseconds of a step that verifies so many rows, in the place that padding has in the caches."""
         device = torch.device(self._runner.device)
-        nowhere = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        tokens = torch.arange(num_rows, device=device) % self._network.config.vocab_size
+        width = 1 + self.depth
+        rows = torch.arange(num_rows, device=device)
+        nowhere = torch.zeros(-(-num_rows // width), dtype=torch.int64, device=device)
+        tokens = rows % self._network.config.vocab_size
         start = self._clock.mark()
-        request = torch.arange(num_rows, device=device)
-        inputs = Inputs(nowhere, request, tokens, nowhere, nowhere, 1)
+        inputs = Inputs(nowhere, rows // width, tokens, rows % width, nowhere, width)
         self._network.logits(self._runner.attn_backend.run(inputs))
         end = self._clock.mark()
         self._clock.wait()
@@ -326,7 +327,8 @@ class DraftingWorker(BaseSpecWorker):
         self._last[:count] = last
         self._positions[:count], self._positions[count:size] = positions, NO_POSITION
         drafted = graphs.replay(size)
-        return Drafts(*(part[:count] for part in drafted))
+        # The target's graphs share the memory: what is read after their replay must not lie in it.
+        return Drafts(*(part[:count].clone() for part in drafted))
 
     def _capture(self) -> None:
         """Capture drafts, if the target's steps are."""
