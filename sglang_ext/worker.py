@@ -155,7 +155,9 @@ class DraftingWorker(BaseSpecWorker):
                 "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
                 "most": most,
             }
-            key |= {"config": repr(self._network.config)}
+            # What a step costs depends on whether it is replayed, and on how many rows a request has.
+            key |= {"config": repr(self._network.config), "depth": self.depth}
+            key |= {"graphs": repr(self._runner.attn_backend.captured)}
             curve = cost_curve(self._settings, most, self._time_step, key)
         num_slots = self._runner.req_to_token_pool.req_to_token.shape[0]
         self._budget = Budget(num_slots, self.depth, curve, self._settings)
