@@ -340,6 +340,19 @@ def _sum_tiles(x, weight, row, column, output, first, last, total, STEP: tl.cons
     return total
 
 
+@triton.jit
+def _tile(tiles_n, tiles_m):
+    """This program's tile of the rows and of the weight, of so many.
+
+    Eight tiles of the weight go side by side, so that what they read of the rows is still in the cache.
+    """
+    tile = tl.program_id(0)
+    band = tile // (8 * tiles_n)
+    height = tl.minimum(tiles_m - band * 8, 8)
+    within = tile % (8 * tiles_n)
+    return within // height, band * 8 + within % height
+
+
 @triton.jit(do_not_specialize=["n"])
 def _matmul_tiles(
     out,
@@ -357,16 +370,11 @@ def _matmul_tiles(
     STEP: tl.constexpr,
 ):
     """As ``_matmul``, of bfloat16 operands that are read by descriptors, in tiles of their own."""
-    tiles_m = tl.cdiv(m, OUTPUTS)
-    tiles_n = tl.cdiv(n, ROWS)
-    tile = tl.program_id(0)
-    band = tile // (8 * tiles_n)
-    height = tl.minimum(tiles_m - band * 8, 8)
-    within = tile % (8 * tiles_n)
+    tile_n, tile_m = _tile(tl.cdiv(n, ROWS), tl.cdiv(m, OUTPUTS))
     part = tl.program_id(1)
     group = tl.program_id(2)
-    first_output = (band * 8 + within % height) * OUTPUTS
-    first_row = within // height * ROWS
+    first_output = tile_m * OUTPUTS
+    first_row = tile_n * ROWS
 
     none = tl.zeros((ROWS, OUTPUTS), tl.float32)
     first = part * length
@@ -414,18 +422,12 @@ def _matmul(
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    # Eight tiles of the weight side by side, so that what they read of the rows is still in the cache.
-    tiles_m = tl.cdiv(m, OUTPUTS)
-    tiles_n = tl.cdiv(n, ROWS)
-    tile = tl.program_id(0)
-    band = tile // (8 * tiles_n)
-    height = tl.minimum(tiles_m - band * 8, 8)
-    within = tile % (8 * tiles_n)
+    tile_n, tile_m = _tile(tl.cdiv(n, ROWS), tl.cdiv(m, OUTPUTS))
     part = tl.program_id(1)
     group = tl.program_id(2)
 
-    output = (band * 8 + within % height) * OUTPUTS + tl.arange(0, OUTPUTS)
-    row = (within // height).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    output = tile_m * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = tile_n.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     # Past the end the last one is read again, and not stored.
     weight_row = group.to(tl.int64) * m + tl.minimum(output, m - 1)
     x_row = tl.minimum(row, n - 1)
