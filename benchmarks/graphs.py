@@ -24,9 +24,7 @@ from deepinfer_plugins.core.target import Want
 from deepinfer_plugins.features.graphs import Graphs
 from deepinfer_plugins.kernels.catalogue import load_ops
 from deepinfer_plugins.model.caches import cache_specs
-from deepinfer_plugins.model.checkpoint import Checkpoint
-from deepinfer_plugins.model.engram import CompressedVocabulary
-from deepinfer_plugins.model.loading import load
+from deepinfer_plugins.model.loading import open_model
 from deepinfer_plugins.model.network import DeepseekV41
 from deepinfer_plugins.model.step import NO_POSITION, NO_TOKEN, Caches, Paged, Step
 from deepinfer_plugins.platforms.detect import detect
@@ -76,18 +74,8 @@ def make(folder: Path, requests: int) -> Bench:
     """Load the model and compute what comes before the steps."""
     chip = detect().chip
     device = torch.device(chip.torch_device)
-    checkpoint = Checkpoint.open(folder)
-    config = checkpoint.config
-    vocabulary = CompressedVocabulary.from_folder(folder, config.vocab_size)
-    model = DeepseekV41(
-        config,
-        load_ops(Want(chip.arch)),
-        device=device,
-        max_positions=LENGTH + DEPTH,
-        vocabulary=vocabulary,
-        draft=True,
-    )
-    load(model, checkpoint)
+    model = open_model(folder, load_ops(Want(chip.arch)), device, LENGTH + DEPTH)
+    config = model.config
     pages = -(-LENGTH // PAGE)
     table = torch.arange(requests * pages, device=device).view(requests, pages)
     kinds: dict[str, dict[int, Paged]] = {field.name: {} for field in fields(Caches)}

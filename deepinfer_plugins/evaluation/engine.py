@@ -19,10 +19,7 @@ from deepinfer_plugins.features.sampling import Rows, SamplingParams, SamplingSt
 from deepinfer_plugins.features.verification import verify
 from deepinfer_plugins.kernels.catalogue import load_ops
 from deepinfer_plugins.model.caches import cache_specs
-from deepinfer_plugins.model.checkpoint import Checkpoint
-from deepinfer_plugins.model.engram import CompressedVocabulary
-from deepinfer_plugins.model.loading import load
-from deepinfer_plugins.model.network import DeepseekV41
+from deepinfer_plugins.model.loading import open_model
 from deepinfer_plugins.model.step import NO_TOKEN, Caches, Paged, Step
 from deepinfer_plugins.platforms.chip import Chip
 from deepinfer_plugins.platforms.cpu import CPU
@@ -111,20 +108,12 @@ class ReferenceEngine:
         progress: bool = False,
         prompt_rows: int = PROMPT_ROWS,
     ) -> None:
-        checkpoint = Checkpoint.open(folder)
-        self.config = checkpoint.config
         self.device = torch.device(chip.torch_device)
         self.max_positions, self.max_requests, self.prompt_rows = max_positions, max_requests, prompt_rows
-        self.model = DeepseekV41(
-            self.config,
-            load_ops(Want(chip.arch)),
-            device=self.device,
-            # Drafts lie beyond the last token.
-            max_positions=max_positions + MAX_DEPTH,
-            vocabulary=CompressedVocabulary.from_folder(folder, self.config.vocab_size),
-            draft=self.config.num_nextn_predict_layers > 0,
-        )
-        load(self.model, checkpoint, progress)
+        # Drafts lie beyond the last token.
+        positions = max_positions + MAX_DEPTH
+        self.model = open_model(folder, load_ops(Want(chip.arch)), self.device, positions, progress)
+        self.config = self.model.config
         self._pages = {
             (spec.kind, spec.layer): torch.zeros(
                 max_requests,

@@ -2,12 +2,50 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import torch
+
+from deepinfer_plugins.kernels.catalogue import Ops
 from deepinfer_plugins.model.checkpoint import Checkpoint
+from deepinfer_plugins.model.engram import CompressedVocabulary
 from deepinfer_plugins.model.network import DeepseekV41
 
 # The vision tower is not part of the network.
 _VISION = ("vision.", "aligner.", "image_")
 _DRAFT = "mtp."
+
+
+def open_model(
+    folder: Path, ops: Ops, device: torch.device, max_positions: int, progress: bool = False
+) -> DeepseekV41:
+    """A checkpoint's whole model with its weights, for callers without an engine.
+
+    Args:
+        folder: The checkpoint; it is checked before memory is allocated.
+        ops: The operators chosen for this process.
+        device: Where weights and tables go.
+        max_positions: Positions that the rotary tables cover, drafts included.
+        progress: Whether to show a bar over the bytes.
+
+    Returns:
+        The model, with its draft if the checkpoint has one.
+
+    Raises:
+        ValueError: The checkpoint is not one that the model can run; the message says why.
+    """
+    checkpoint = Checkpoint.open(folder)
+    config = checkpoint.config
+    model = DeepseekV41(
+        config,
+        ops,
+        device=device,
+        max_positions=max_positions,
+        vocabulary=CompressedVocabulary.from_folder(folder, config.vocab_size),
+        draft=config.num_nextn_predict_layers > 0,
+    )
+    load(model, checkpoint, progress)
+    return model
 
 
 def load(model: DeepseekV41, checkpoint: Checkpoint, progress: bool = False) -> None:

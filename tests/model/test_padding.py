@@ -12,9 +12,7 @@ import torch
 from deepinfer_plugins.core.target import Arch, Want
 from deepinfer_plugins.core.testing import assert_same_bits
 from deepinfer_plugins.kernels.catalogue import load_ops
-from deepinfer_plugins.model.checkpoint import Checkpoint
-from deepinfer_plugins.model.engram import CompressedVocabulary
-from deepinfer_plugins.model.loading import load
+from deepinfer_plugins.model.loading import open_model
 from deepinfer_plugins.model.make_checkpoint import make_checkpoint
 from deepinfer_plugins.model.network import DeepseekV41
 from deepinfer_plugins.model.step import NO_POSITION, Caches, Step
@@ -32,17 +30,7 @@ PADDINGS = (1, 7, 64)
 def model(tmp_path_factory: pytest.TempPathFactory) -> DeepseekV41:
     folder = tmp_path_factory.mktemp("padding") / "checkpoint"
     make_checkpoint(folder, "tiny")
-    checkpoint = Checkpoint.open(folder)
-    model = DeepseekV41(
-        checkpoint.config,
-        load_ops(Want(Arch.CPU)),
-        device=torch.device("cpu"),
-        max_positions=256,
-        vocabulary=CompressedVocabulary.from_folder(folder, checkpoint.config.vocab_size),
-        draft=True,
-    )
-    load(model, checkpoint)
-    return model
+    return open_model(folder, load_ops(Want(Arch.CPU)), torch.device("cpu"), max_positions=256)
 
 
 @pytest.fixture

@@ -21,9 +21,7 @@ from deepinfer_plugins.features import graphs
 from deepinfer_plugins.features.sampling import SamplingParams
 from deepinfer_plugins.kernels.catalogue import load_ops
 from deepinfer_plugins.model.caches import cache_specs
-from deepinfer_plugins.model.checkpoint import Checkpoint
-from deepinfer_plugins.model.engram import CompressedVocabulary
-from deepinfer_plugins.model.loading import load
+from deepinfer_plugins.model.loading import open_model
 from deepinfer_plugins.model.make_checkpoint import make_checkpoint
 from deepinfer_plugins.model.network import DeepseekV41
 
@@ -64,17 +62,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def network(tmp_path_factory: pytest.TempPathFactory) -> DeepseekV41:
     folder: Path = tmp_path_factory.mktemp("graphs") / "checkpoint"
     make_checkpoint(folder, "tiny")
-    checkpoint = Checkpoint.open(folder)
-    network = DeepseekV41(
-        checkpoint.config,
-        load_ops(Want(Arch.CPU)),
-        device=torch.device("cpu"),
-        max_positions=LENGTH + DEPTH,
-        vocabulary=CompressedVocabulary.from_folder(folder, checkpoint.config.vocab_size),
-        draft=True,
-    )
-    load(network, checkpoint)
-    return network
+    return open_model(folder, load_ops(Want(Arch.CPU)), torch.device("cpu"), LENGTH + DEPTH)
 
 
 @pytest.fixture
