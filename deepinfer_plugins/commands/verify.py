@@ -62,7 +62,8 @@ class Options:
         depths: Other numbers of drafts to try, each with an engine of its own.
         concurrency: How many requests are under way at a time, one run each.
         chunks: Tokens of a prompt per step, each with an engine of its own whose caches are small.
-        thorough: Whether random budgets get an engine with all of the cache too, and chunks one without drafts.
+        thorough: Whether other numbers of drafts run at every concurrency and not at the highest alone, random
+            budgets get an engine with all of the cache too, and chunks one without drafts.
         seed: Of the requests, orders and budgets.
         reference_at_once: How many requests are under way at a time in the run that all others are held against.
         engine_options: More of the engine's own options, by name.
@@ -234,13 +235,13 @@ class Verification:
                     yield self._chunked(engine, way, way.chunk)
                 elif not way.drafts:
                     yield from self._without_drafts(engine, way)
-                elif way.drafts != self._options.drafts:
-                    yield self._beside(engine, way, self._options.at_once)[0]
                 else:
-                    for at_once in self._options.concurrency:
+                    also = way.drafts != self._options.drafts
+                    once = also and not self._options.thorough
+                    for at_once in [self._options.at_once] if once else self._options.concurrency:
                         check, answers = self._beside(engine, way, at_once)
                         yield check
-                    if not way.scheduled:
+                    if not also and not way.scheduled:
                         yield from self._events(engine, way, answers)
 
     def _without_drafts(self, engine: Running, way: Way) -> Iterator[Check]:
