@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -180,6 +181,34 @@ def _experts(name: str, config: ModelConfig) -> KernelCase:
 
         return call
 
+    def marlin(args: dict[str, Any]) -> Callable[[], Any]:
+        """As vLLM runs these weights on Hopper: rows in bf16, and an expert's rows summed up with the others'."""
+        from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationConfig
+        from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
+        from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
+            prepare_moe_mxfp4_layer_for_marlin,
+        )
+        from vllm.scalar_type import scalar_types
+
+        layer: Any = SimpleNamespace(params_dtype=torch.bfloat16)
+        weights = (args[name] for name in ("w13", "w2", "w13_scales", "w2_scales"))
+        w13, w2, w13_scales, w2_scales, _, _ = prepare_moe_mxfp4_layer_for_marlin(layer, *weights, None, None)
+        x = _scaled(args["values"], args["scales"])
+        ids = args["ids"].int()
+        return lambda: fused_marlin_moe(
+            x,
+            w13,
+            w2,
+            None,
+            None,
+            w13_scales,
+            w2_scales,
+            args["weights"],
+            ids,
+            quant_type_id=scalar_types.float4_e2m1f.id,
+            activation_config=ApplyMoEActivationConfig(clamp_limit=args["limit"]),
+        )
+
     return KernelCase(
         "experts",
         name,
@@ -189,6 +218,7 @@ def _experts(name: str, config: ModelConfig) -> KernelCase:
         num_bytes=num_bytes,
         num_flops=lambda n: 6 * n * topk * k * d,
         rival=("torch._grouped_mm on bf16, rows sorted beforehand, no cast", rival),
+        more_rivals=(("vLLM's Marlin, rows in bf16, summed over a row's experts", marlin),),
     )
 
 

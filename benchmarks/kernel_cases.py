@@ -14,6 +14,8 @@ import torch
 
 from deepinfer_plugins.model.config import ModelConfig
 
+Rival = tuple[str, Callable[[dict[str, Any]], Callable[[], Any]]]
+
 MODULES = ("dense_cases", "attention_cases")
 
 
@@ -30,6 +32,7 @@ class KernelCase:
         num_bytes: Least bytes to be read and written for a number of tokens.
         num_flops: Multiplications and additions, for a number of tokens.
         rival: Its name, and what makes a call of it from the operator's arguments; preparations are not timed.
+        more_rivals: The same of others, which may need what is not installed: that is recorded, and costs nothing else.
         most_tokens: More are not measured.
         written: For an operator that writes records at ``slots`` and returns nothing: the names of their pages.
     """
@@ -41,9 +44,15 @@ class KernelCase:
     rows: tuple[str, ...]
     num_bytes: Callable[[int], int]
     num_flops: Callable[[int], int]
-    rival: tuple[str, Callable[[dict[str, Any]], Callable[[], Any]]] | None = None
+    rival: Rival | None = None
+    more_rivals: tuple[Rival, ...] = ()
     most_tokens: int = 8192
     written: tuple[str, ...] = ()
+
+    @property
+    def rivals(self) -> tuple[Rival, ...]:
+        """All of them, the one that tables show first."""
+        return (*filter(None, (self.rival,)), *self.more_rivals)
 
 
 class Draw:
