@@ -97,8 +97,9 @@ class StepBackend(AttentionBackend):
         # Numbers of requests whose steps are captured, and the memory of those graphs.
         self.captured: tuple[int, ...] = ()
         self.graph_pool: Any = None
-        # Whether the last step was replayed.
+        # Whether the last step was replayed, and the rows that it ran, padding included.
         self.replays = False
+        self.num_rows = 0
         self._buffers: _Buffers | None = None
         self._graphs: Graphs[None] | None = None
         self.token_to_kv_pool = pool
@@ -134,9 +135,9 @@ class StepBackend(AttentionBackend):
             or size is None
             or inputs.slots.shape[0] > self._buffers.max_requests
         ):
-            self.replays = False
+            self.replays, self.num_rows = False, rows
             return self._run(inputs)
-        self.replays = True
+        self.replays, self.num_rows = True, size
         self._buffers.fill(inputs, size)
         self._graphs.replay(size)
         return self._buffers.hidden[:rows]

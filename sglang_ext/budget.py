@@ -12,7 +12,7 @@ from sglang.srt.speculative.dspark_components.dspark_sts import load_sts_calibra
 
 from deepinfer_plugins.core.settings import SettingError, Settings, prefer
 from deepinfer_plugins.features.calibration import per_position
-from deepinfer_plugins.features.cost_curve import CostCurve, CostModel, find
+from deepinfer_plugins.features.cost_curve import CostCurve, CostModel, find, sizes_to_measure
 from deepinfer_plugins.features.schedule import Plan, VerificationSchedule, split_on_device
 
 
@@ -35,22 +35,29 @@ def temperatures(settings: Settings, depth: int) -> tuple[float, ...]:
     return per_position(found, depth)
 
 
-def sizes(most: int) -> list[int]:
-    """Numbers of rows to time a step at: every one up to 4, then two between doublings, up to ``most``."""
-    found = {most, *range(1, min(most, 4) + 1)}
+def samples(most: int) -> list[int]:
+    """Numbers of rows to time a step at that is not padded: every one up to 4, then two between doublings."""
+    found = {*range(1, min(most, 4) + 1)}
     size = 4
     while size < most:
-        found |= {min(size * 5 // 4, most), min(size * 3 // 2, most), min(size * 2, most)}
+        found |= {size * 5 // 4, size * 3 // 2, size * 2}
         size *= 2
     return sorted(found)
 
 
-def cost_curve(settings: Settings, most: int, run: Callable[[int], float], key: dict[str, Any]) -> CostCurve:
+def cost_curve(
+    settings: Settings,
+    most: int,
+    captured: Sequence[int],
+    run: Callable[[int], float],
+    key: dict[str, Any],
+) -> CostCurve:
     """What a step costs by its rows: from the file that was named, from the last start's, or measured.
 
     Args:
         settings: The environment.
         most: Rows of the largest step.
+        captured: Rows of the steps that are captured in graphs.
         run: Runs a step of so many rows, and returns its milliseconds.
         key: What the times depend on.
 
@@ -73,7 +80,8 @@ def cost_curve(settings: Settings, most: int, run: Callable[[int], float], key: 
         return CostCurve(
             tuple(rates.sample_batch_tokens), tuple(1000 / rate for rate in rates.sample_steps_per_sec)
         )
-    return find(settings, key, run, sizes(most), padded=True)
+    sizes = sizes_to_measure(samples(most), captured, most)
+    return find(settings, {**key, "sizes": sizes}, run, sizes, padded=bool(captured))
 
 
 class Budget:

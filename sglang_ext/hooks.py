@@ -210,7 +210,7 @@ def _own_model(server_args: Any, previous: Any) -> None:
 
         Checkpoint.open(cfg.model_path)
     ensure_active()
-    _number_samples()
+    _name_seeds()
     # Before, so that what the native step derives from these is right; after, because it sets two of them
     # for its own backend whatever was asked.
     declare_resolution(server_args, "deepinfer", **_defaults(server_args))
@@ -239,13 +239,18 @@ def ensure_active() -> None:
         )
 
 
-def _number_samples() -> None:
+def _name_seeds() -> None:
     """Here, because this runs in the process that takes requests, and only for our model."""
     from deepinfer_plugins.core import patch
     from deepinfer_plugins.sglang_ext import seeds
     from deepinfer_plugins.sglang_ext.v0_5_23 import patches
 
     patch.wrap(patches.PARALLEL_SEEDS, seeds.numbering)
+    patch.wrap(patches.SEEDS_NOTED, seeds.noting)
+    patch.wrap(patches.SEEDS_IN_COMPLETIONS, seeds.naming)
+    patch.wrap(patches.SEEDS_IN_CHATS, seeds.naming_in_chats)
+    for stream in (patches.SEEDS_IN_STREAMS, patches.SEEDS_IN_STREAMED_CHATS):
+        patch.wrap(stream, seeds.naming_in_streams)
 
 
 def _no_graphs(backend: str, asked_for: bool) -> str:

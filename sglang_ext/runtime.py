@@ -31,7 +31,8 @@ from deepinfer_plugins.platforms.detect import want
 from deepinfer_plugins.sglang_ext.attention import StepBackend
 from deepinfer_plugins.sglang_ext.cache import CachePool, Sizes, assign_slots
 from deepinfer_plugins.sglang_ext.hooks import ATTENTION_BACKEND, is_release
-from deepinfer_plugins.sglang_ext.sampling import SEED_KEY, Sampling
+from deepinfer_plugins.sglang_ext.sampling import Sampling
+from deepinfer_plugins.sglang_ext.seeds import SEED_KEY
 from deepinfer_plugins.sglang_ext.v0_5_23 import patches
 from deepinfer_plugins.sglang_ext.worker import DraftingWorker
 

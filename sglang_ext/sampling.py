@@ -18,9 +18,7 @@ from deepinfer_plugins.features.sampling import (
     choose_verify,
     fresh_seed,
 )
-
-# In a request's ``meta_info``: the seed, as a number that a request may give as ``sampling_seed``.
-SEED_KEY = "sampling_seed"
+from deepinfer_plugins.sglang_ext.seeds import SEED_KEY
 
 
 def translate(params: Any, stop_ids: set[int], seed: int, verify: Verify) -> SamplingParams:
@@ -72,7 +70,6 @@ class Sampling:
     def __init__(self, ops: SamplingOps, setting: str, invariant: bool) -> None:
         self._ops, self._setting, self._invariant = ops, setting, invariant
         self._state: SamplingState | None = None
-        self._held: set[int] = set()
 
     @property
     def state(self) -> SamplingState:
@@ -93,7 +90,7 @@ class Sampling:
         return self._state
 
     def admit(self, runner: Any, batch: Any) -> None:
-        """Take in the requests whose prompt, or a part of it, a batch brings.
+        """Take in the requests whose prompt, or a part of it, a batch brings; only its requests are sampled next.
 
         A chunk of a prompt ends in a token that nobody wants; the next chunk admits the request anew. So does
         a request that was retracted: the tokens it has by then are all it had.
@@ -103,18 +100,14 @@ class Sampling:
             batch: A ``ScheduleBatch`` that is about to run, on the stream that it runs on: whoever had the slots
                 before is done with them there.
         """
-        if not batch.forward_mode.is_extend():
-            return
-        pool = runner.req_to_token_pool
-        self.prepare(runner)
-        # What nobody uses any more need not be computed for the others.
-        for slot in self._held.intersection(pool.free_slots):
-            self._held.remove(slot)
-            self.state.remove(slot)
-        decoding = {id(req) for req in batch.decoding_reqs or ()}
-        for req in batch.reqs:
-            if id(req) not in decoding:
-                self._add(req)
+        if batch.forward_mode.is_extend():
+            self.prepare(runner)
+            decoding = {id(req) for req in batch.decoding_reqs or ()}
+            for req in batch.reqs:
+                if id(req) not in decoding:
+                    self._add(req)
+        if self._state is not None:
+            self._state.attend(batch.req_pool_indices_cpu.tolist())
 
     def _add(self, req: Any) -> None:
         seed = req.sampling_params.sampling_seed
@@ -127,7 +120,6 @@ class Sampling:
         verify = choose_verify(self._setting, seed is not None, self._invariant)
         params = translate(req.sampling_params, stop_ids(req), number, verify)
         self.state.add(req.kv.req_pool_idx, params, req.origin_input_ids, req.output_ids)
-        self._held.add(req.kv.req_pool_idx)
 
     def sample(self, logits_output: Any, batch: Any) -> torch.Tensor:
         """In the place of ``ModelRunner.sample``.

@@ -25,7 +25,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 
 from deepinfer_plugins.core.settings import Settings
 from deepinfer_plugins.features.calibration import AcceptanceLog
-from deepinfer_plugins.features.cost_curve import Clock, Mark
+from deepinfer_plugins.features.cost_curve import Clock, Mark, providers
 from deepinfer_plugins.features.graphs import DraftGraphs, sizes_up_to
 from deepinfer_plugins.features.sampling import NO_SLOT, Rows
 from deepinfer_plugins.features.schedule import Plan
@@ -104,7 +104,7 @@ class Outcome(NamedTuple):
         marks: Four of the clock's, around the phases.
         numbers: fp32 ``[requests, 2 + 2 * depth]``, on the host once the last mark is passed: drafts verified, drafts
             accepted, confidences, and the logits of those.
-        num_rows: Of the verification.
+        num_rows: Of the verification as it ran, padding included.
     """
 
     slots: torch.Tensor
@@ -151,14 +151,18 @@ class DraftingWorker(BaseSpecWorker):
         most = get_schedule().max_running_requests * (self.depth + 1)
         curve = None
         if self._settings.verify_budget == "auto":
+            width = 1 + self.depth
+            captured = [size * width for size in self._runner.attn_backend.captured]
             key = {
                 "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-                "most": most,
+                "sglang": versions.installed(),
+                "config": repr(self._network.config),
+                # What a step costs depends on whether it is replayed, and on how many rows a request has.
+                "graphs": captured,
+                "depth": self.depth,
+                "providers": providers(self._network.ops),
             }
-            # What a step costs depends on whether it is replayed, and on how many rows a request has.
-            key |= {"config": repr(self._network.config), "depth": self.depth}
-            key |= {"graphs": repr(self._runner.attn_backend.captured)}
-            curve = cost_curve(self._settings, most, self._time_step, key)
+            curve = cost_curve(self._settings, most, captured, self._time_step, key)
         num_slots = self._runner.req_to_token_pool.req_to_token.shape[0]
         self._budget = Budget(num_slots, self.depth, curve, self._settings)
         self._temperatures = torch.tensor(
@@ -228,6 +232,7 @@ class DraftingWorker(BaseSpecWorker):
     @torch.no_grad()
     def _decode(self, batch: Any, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
         self._collect()
+        self._sampling.admit(self._runner, batch)
         asked = time.perf_counter()
         plan = None if self._budget is None else self._budget.plan(batch.req_pool_indices_cpu)
         planning_ms = 1e3 * (time.perf_counter() - asked)
@@ -262,7 +267,7 @@ class DraftingWorker(BaseSpecWorker):
         row_positions = positions[window.request] + window.place
         inputs = Inputs(slots, window.request, window.token_ids, row_positions, positions, longest)
         logits = self._network.logits(backend.run(inputs))
-        has_run = self._clock.mark()
+        has_run, num_rows = self._clock.mark(), backend.num_rows
         if tree is not None:
             self._apply_grammar(logits, window, batch, tree, grammar_barrier)
         rows = Rows(slots[window.request], row_positions + 1, window.prefix)
@@ -277,7 +282,7 @@ class DraftingWorker(BaseSpecWorker):
             self._report_logprobs(output, verified, batch)
         marks = (started, has_drafted, has_run, self._clock.mark())
         judged = torch.cat([confidences, drafted.confidence_logits], dim=1)
-        self._await(batch.req_pool_indices_cpu, plan, planning_ms, marks, window, accepted, judged)
+        self._await(batch.req_pool_indices_cpu, plan, planning_ms, marks, window, accepted, judged, num_rows)
         bonus = verified.tokens.gather(1, accepted[:, None])[:, 0]
         return GenerationBatchResult(
             logits_output=output,
@@ -362,13 +367,13 @@ class DraftingWorker(BaseSpecWorker):
         window: Window,
         accepted: torch.Tensor,
         judged: torch.Tensor,
+        num_rows: int,
     ) -> None:
         """Start to copy to the host what :meth:`_collect` will want of this step."""
         if self._metrics is None and self._log is None and plan is None:
             return
         numbers = torch.cat([(window.offsets.diff() - 1)[:, None], accepted[:, None], judged], dim=1)
         numbers = numbers.to("cpu", non_blocking=True)
-        num_rows = window.request.shape[0]
         marks = (*marks, self._clock.mark())
         self._outcomes.append(Outcome(slots, plan, planning_ms, marks, numbers, num_rows))
 

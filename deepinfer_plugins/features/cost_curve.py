@@ -25,8 +25,8 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -221,6 +221,33 @@ class CurveCache:
             if other != path and self._now() - other.stat().st_mtime > self.ttl_s + KEPT_AFTER_EXPIRY_S:
                 other.unlink(missing_ok=True)
         return path
+
+
+def providers(ops: Any) -> dict[str, str]:
+    """Which function computes each operator, for the key of a curve: another one, another curve.
+
+    Args:
+        ops: A dataclass of functions, as of ``catalogue.load_ops``.
+    """
+    functions = {field.name: getattr(ops, field.name) for field in fields(ops)}
+    return {name: f"{function.__module__}:{function.__qualname__}" for name, function in functions.items()}
+
+
+def sizes_to_measure(samples: Iterable[int], captured: Iterable[int], most: int) -> list[int]:
+    """Numbers of rows to time a step at, ascending.
+
+    Every captured size up to the one that the largest step is padded to: what is between two of them costs what the
+    larger one does. Samples where steps are not padded, and the largest step if it is not.
+
+    Args:
+        samples: Sizes of steps without graphs.
+        captured: Sizes of graphs.
+        most: Rows of the largest step.
+    """
+    graphs = sorted(captured)
+    padded = graphs[: bisect.bisect_left(graphs, most) + 1]
+    eager = {most, *samples} if not graphs or graphs[-1] < most else set()
+    return sorted({*padded, *(size for size in eager if size <= most and size > max(padded, default=0))})
 
 
 def find(

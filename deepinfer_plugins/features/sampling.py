@@ -7,14 +7,14 @@ gets the same token whether or not it was speculated on. The noise is documented
 in ``kernels/filtering.py``.
 
 Nothing here waits for the device, and a feature that no request uses costs nothing: which are used is known from
-``add``.
+``add``, and which requests a step is of from ``attend``.
 """
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Protocol
@@ -238,7 +238,10 @@ class SamplingState:
         # One row more than there are slots: padding rows find neutral parameters there.
         self._floats = self._table(_NEUTRAL_FLOATS, torch.float64)
         self._ints = self._table(_NEUTRAL_INTS, torch.int64)
+        # What the request of each slot uses; which slots count, None for all; and what those use, None if not known.
         self._uses: dict[int, frozenset[str]] = {}
+        self._attended: frozenset[int] | None = None
+        self._used: frozenset[str] | None = None
         self._bias: torch.Tensor | None = None
         self._suppressed: torch.Tensor | None = None
         self._in_prompt: torch.Tensor | None = None
@@ -257,9 +260,19 @@ class SamplingState:
     def _send(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
 
+    def attend(self, slots: Iterable[int]) -> None:
+        """From now on only these slots' requests are sampled; what others use, finished ones too, costs nothing.
+
+        Without a call to it, those of all slots are.
+        """
+        self._attended, self._used = frozenset(slots), None
+
     def features(self) -> frozenset[str]:
-        """What the requests that hold slots use, as :meth:`uses` names it."""
-        return frozenset().union(*self._uses.values())
+        """What the requests use that are sampled, as :meth:`uses` names it."""
+        if self._used is None:
+            slots = self._uses if self._attended is None else self._attended & self._uses.keys()
+            self._used = frozenset().union(*(self._uses[slot] for slot in slots))
+        return self._used
 
     @contextmanager
     def assuming(self, features: frozenset[str]) -> Iterator[None]:
@@ -267,15 +280,15 @@ class SamplingState:
 
         A request without a feature has the value that is neutral to it, so its tokens are what they are without.
         """
-        kept, self._uses = self._uses, {NO_SLOT: features}
+        self._used = features
         try:
             yield
         finally:
-            self._uses = kept
+            self._used = None
 
     def uses(self, feature: str) -> bool:
-        """Whether a request that holds a slot uses ``feature``."""
-        return any(feature in used for used in self._uses.values())
+        """Whether a request that is sampled uses ``feature``."""
+        return feature in self.features()
 
     def add(
         self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int] = ()
@@ -293,7 +306,7 @@ class SamplingState:
         """
         self._check(slot, params)
         used = _features(params)
-        self._uses[slot] = used
+        self._uses[slot], self._used = used, None
         temperature = 0.0 if params.greedy else params.temperature
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         floats = (temperature, params.min_p, params.top_p, *penalties)
@@ -313,6 +326,7 @@ class SamplingState:
     def remove(self, slot: int) -> None:
         """Forget which features the slot uses. Not needed for correctness; it saves work until the slot is reused."""
         self._uses.pop(slot, None)
+        self._used = None
 
     def _check(self, slot: int, params: SamplingParams) -> None:
         if not 0 <= slot < self.num_slots:

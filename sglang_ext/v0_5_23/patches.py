@@ -69,6 +69,49 @@ PARALLEL_SEEDS = Patch(
     remove_when="SGLang gives each parallel sample a seed of its own",
     parameters=("self", "tokenized_obj"),
 )
+SEEDS_NOTED = Patch(
+    target="sglang.srt.managers.tokenizer_manager:TokenizerManager.generate_request",
+    why=(
+        "a stream of OpenAI's interface is to name seeds, "
+        "and only here it is seen what its choices' answers say of them"
+    ),
+    upstream="none",
+    remove_when="SGLang reports the seed that a request was sampled with",
+    parameters=("self", "obj"),
+)
+SEEDS_IN_COMPLETIONS = Patch(
+    target=(
+        "sglang.srt.entrypoints.openai.serving_completions:OpenAIServingCompletion._build_completion_response"
+    ),
+    why="an answer of OpenAI's interface is to name the seeds of its choices, and has no place for them",
+    upstream="none",
+    remove_when="SGLang reports the seed that a request was sampled with",
+    parameters=("self", "request", "ret", "created"),
+)
+SEEDS_IN_CHATS = Patch(
+    target="sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat._build_chat_response",
+    why="the same of a chat",
+    upstream="none",
+    remove_when="SGLang reports the seed that a request was sampled with",
+    parameters=("self", "request", "ret", "created"),
+)
+SEEDS_IN_STREAMS = Patch(
+    target=(
+        "sglang.srt.entrypoints.openai.serving_completions:"
+        "OpenAIServingCompletion._generate_completion_stream"
+    ),
+    why="the same of a stream",
+    upstream="none",
+    remove_when="SGLang reports the seed that a request was sampled with",
+    parameters=("self", "adapted_request"),
+)
+SEEDS_IN_STREAMED_CHATS = Patch(
+    target="sglang.srt.entrypoints.openai.serving_chat:OpenAIServingChat._generate_chat_stream",
+    why="the same of a chat's stream",
+    upstream="none",
+    remove_when="SGLang reports the seed that a request was sampled with",
+    parameters=("self", "adapted_request"),
+)
 STOP_STRINGS = Patch(
     target="sglang.srt.managers.schedule_batch:Req._stop_match_tail_len",
     why=(
@@ -123,8 +166,8 @@ ASSIGN_SLOTS = Patch(
     parameters=("req_pool_indices", "req_to_token", "start_offset", "end_offset", "out_cache_loc"),
 )
 
-# PARALLEL_SEEDS is made in the process that takes requests, the others in the one that builds the model: from DRAFTING
-# on only if it drafts, the last two on a CPU.
+# Those from PARALLEL_SEEDS to SEEDS_IN_STREAMED_CHATS are made in the process that takes requests, the others in the
+# one that builds the model: from DRAFTING on only if it drafts, the last two on a CPU.
 PATCHES: tuple[Patch, ...] = (
     KV_POOL,
     POOL_SIZES,
@@ -133,6 +176,11 @@ PATCHES: tuple[Patch, ...] = (
     SAMPLE,
     SEED_REPORT,
     PARALLEL_SEEDS,
+    SEEDS_NOTED,
+    SEEDS_IN_COMPLETIONS,
+    SEEDS_IN_CHATS,
+    SEEDS_IN_STREAMS,
+    SEEDS_IN_STREAMED_CHATS,
     STOP_STRINGS,
     GRAPHS,
     DRAFTING,

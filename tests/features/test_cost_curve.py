@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from deepinfer_plugins.core.settings import Settings
+from deepinfer_plugins.core.target import Arch, Want
 from deepinfer_plugins.features import cost_curve
 from deepinfer_plugins.features.cost_curve import (
     Clock,
@@ -21,6 +23,7 @@ from deepinfer_plugins.features.cost_curve import (
     find,
     measure,
 )
+from deepinfer_plugins.kernels.catalogue import load_ops
 
 CURVE = CostCurve((1, 4, 8), (2.0, 3.0, 5.0))
 
@@ -50,6 +53,25 @@ def test_a_step_costs_what_the_smallest_size_that_holds_it_costs() -> None:
     assert model.step_ms(4, 2, 1).tolist() == [3, 5, 5]
     assert model.step_ms(8, 5, 1).tolist() == [5], "candidates beyond the largest size are ignored"
     assert model.step_ms(0, 0, 0).tolist() == [2]
+
+
+def test_sizes_to_measure_are_those_that_steps_have() -> None:
+    samples = [1, 2, 4, 8, 16, 32]
+    assert cost_curve.sizes_to_measure(samples, [], 20) == [1, 2, 4, 8, 16, 20]
+    # The largest step is padded too.
+    assert cost_curve.sizes_to_measure(samples, [24, 6, 12], 20) == [6, 12, 24]
+    assert cost_curve.sizes_to_measure(samples, [6, 12, 20, 24], 20) == [6, 12, 20]
+    # Beyond the graphs, steps are as large as they are.
+    assert cost_curve.sizes_to_measure(samples, [6, 12], 20) == [6, 12, 16, 20]
+    assert cost_curve.sizes_to_measure(samples, [], 1) == [1]
+
+
+def test_another_provider_has_another_key() -> None:
+    ops = load_ops(Want(Arch.CPU))
+    other = replace(ops, linear=ops.rms_norm)
+    keys = [cost_curve.providers(each) for each in (ops, load_ops(Want(Arch.CPU)), other)]
+    assert keys[0] == keys[1] != keys[2] and "linear" in keys[0]
+    json.dumps(keys[0])
 
 
 def test_a_step_that_is_not_padded_costs_what_lies_between() -> None:

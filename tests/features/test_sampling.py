@@ -160,6 +160,25 @@ def test_unused_features_cost_nothing() -> None:
     assert not state.uses("top_k") and not state.uses("penalties") and not state.uses("noise")
 
 
+def test_only_requests_that_are_attended_count() -> None:
+    state = SamplingState(4, 40, "cpu")
+    state.add(0, SamplingParams(seed=1, temperature=0, repetition_penalty=1.5), [3])
+    state.add(2, SamplingParams(seed=2, top_k=3), [3])
+    assert state.features() == {"penalties", "noise", "top_k"}
+    for slots, used in (([0], {"penalties"}), ([2, 1], {"noise", "top_k"}), ([], set()), ([0, 2], None)):
+        state.attend(slots)
+        assert state.features() == ({"penalties", "noise", "top_k"} if used is None else used)
+    state.attend([0])
+    with state.assuming(frozenset({"noise"})):
+        assert state.uses("noise") and not state.uses("penalties")
+    assert state.uses("penalties") and not state.uses("noise")
+    # A new owner is seen at once.
+    state.add(0, SamplingParams(seed=3, temperature=0, logit_bias={5: 1.0}), [3])
+    assert state.features() == {"bias"}
+    state.remove(0)
+    assert not state.features()
+
+
 def test_padding_rows_are_greedy_and_touch_no_slot() -> None:
     state = SamplingState(2, VOCAB, "cpu")
     state.add(1, SamplingParams(1, temperature=5.0, presence_penalty=5.0, bad_words=[[3, 3]]), [1], [2])

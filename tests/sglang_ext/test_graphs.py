@@ -175,8 +175,9 @@ def test_steps(runner: Any, replayed: list[int], count: int) -> None:
     assert replayed == [16, {1: 1, 3: 4}[count] * (1 + DEPTH)] * 2
     # Other rows than those of decoding: a part of a prompt, and one that is too long.
     backend.run(inputs_of(2, 41, 3))
+    assert backend.num_rows == 2 * (1 + DEPTH)
     backend.run(inputs_of(4, 41, 5))
-    assert replayed[4:] == [2 * (1 + DEPTH)]
+    assert replayed[4:] == [2 * (1 + DEPTH)] and backend.num_rows == 4 * 5
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -214,8 +215,13 @@ def test_features_without_a_graph(runner: Any, replayed: list[int]) -> None:
     runner.attn_backend.captured = tuple(SIZES)
     worker._capture()
     runner.model.sampling.state.add(0, SamplingParams(seed=1, repetition_penalty=1.5), [])
-    worker._replay_draft(inputs.slots, inputs.token_ids, inputs.positions, 1 + DEPTH)
-    assert not replayed
+    for slots, is_replayed in (([0], False), ([2, 0], False), ([2], True), ([0, 4], False)):
+        replayed.clear()
+        decoding = SimpleNamespace(is_extend=lambda: False)
+        batch = SimpleNamespace(forward_mode=decoding, req_pool_indices_cpu=torch.tensor(slots))
+        runner.model.sampling.admit(runner, batch)
+        worker._replay_draft(inputs.slots, inputs.token_ids, inputs.positions, 1 + DEPTH)
+        assert bool(replayed) == is_replayed, slots
 
 
 def test_which_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

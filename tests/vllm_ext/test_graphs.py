@@ -130,7 +130,14 @@ def test_replayed_steps(
         want = generate(engine, asked)
         assert not calls
         capture(engine)
+        core = engine.llm.llm_engine.engine_core.engine_core
+        manager, rows = core.model_executor.driver_worker.worker.model_runner.adaptive_verification, []
+        if manager is not None:
+            monkeypatch.setattr(manager, "observe", lambda *step: rows.append(step[0]))
         assert generate(engine, asked) == want
+    # What a step cost is told of the rows that it ran, padding included.
+    assert bool(rows) == (manager is not None)
+    assert {size for size in rows if size <= SIZES[-1]} <= {*SIZES}
     assert {size for kind, size in calls if kind == "model"} >= sizes
     assert any(kind == "draft" for kind, _ in calls)
 

@@ -16,7 +16,7 @@ class _Step(NamedTuple):
     """A step on its way through the device.
 
     Args:
-        rows: Of its forward.
+        rows: Of its forward, padding included.
         requests: Of its batch.
         start: Of the forward.
         forward: Its end.
@@ -69,7 +69,8 @@ class WorkerMixin:
         start = self._clock.mark()
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         if (step := self.model_runner.execute_model_state) is not None:
-            self._begun = step.input_batch.num_tokens, step.input_batch.num_reqs, start, self._clock.mark()
+            batch = step.input_batch
+            self._begun = batch.num_tokens_after_padding, batch.num_reqs, start, self._clock.mark()
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:

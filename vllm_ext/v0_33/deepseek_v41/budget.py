@@ -190,21 +190,17 @@ def provide_curve(runner: api.GPUModelRunner) -> None:
         return
     most = min(runner.max_num_reqs * runner.decode_query_len, runner.max_num_tokens)
     captured = runner.cudagraph_manager.captured_token_counts()
-    sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
-    if captured:
-        # Between those sizes a step costs what the next one costs; beyond them, what it takes eagerly.
-        sizes = sorted(
-            {size for size in captured if size < most}
-            | {size for size in sizes if size > captured[-1]}
-            | {most}
-        )
+    sizes = cost_curve.sizes_to_measure((1 << power for power in range(most.bit_length())), captured, most)
     key = {
         "device": torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "cpu",
         "model": runner.model_config.model,
         "vllm": api.VERSION,
         "batch_invariant": bool(api.envs.VLLM_BATCH_INVARIANT),
         "requests": runner.max_num_reqs,
+        "depth": runner.decode_query_len - 1,
         "sizes": sizes,
+        "graphs": list(captured),
+        "providers": cost_curve.providers(runner.model.model.ops),
     }
     clock = Clock(runner.device)
 

@@ -67,7 +67,7 @@ class Sampler:
         if self.req_states.num_speculative_steps:
             # vLLM verifies what it finds here even if nothing was drafted for this request: -1 is never accepted.
             self.req_states.draft_tokens[slot].fill_(-1)
-        if params.seed is not None:
+        if params.seed is not None and params.seed != signed_seed(params.seed):
             # vLLM's own table, which we leave unread, holds signed numbers.
             params = copy.copy(params)
             params.seed = signed_seed(params.seed)
@@ -90,6 +90,10 @@ class Sampler:
         self._thinking.apply_staged_writes()
         for processor in self._processors:
             processor.apply_staged_writes()
+
+    def attend(self, batch: api.InputBatch) -> None:
+        """Only the requests of this batch are sampled next."""
+        self.state.attend(batch.idx_mapping_np.tolist())
 
     def processed(self, logits: torch.Tensor, batch: api.InputBatch) -> torch.Tensor:
         """fp32 ``[rows, vocab_size]``: a copy, after the user's processors and the thinking budget if any applies."""
@@ -172,6 +176,7 @@ class Sampler:
         return torch.where(temperature == 0, processed, sampled)
 
     def __call__(self, logits: torch.Tensor, batch: api.InputBatch) -> api.SamplerOutput:
+        self.attend(batch)
         num_nans = api.get_num_nans(logits) if self.compute_nans else None
         no_drafts = torch.empty((logits.shape[0], 0), dtype=torch.int64, device=logits.device)
         sampled = self.state.sample(self.processed(logits, batch), rows(batch, no_drafts))
@@ -236,6 +241,7 @@ class Verifier:
         invalid_drafts: torch.Tensor | None = None,
     ) -> api.SamplerOutput:
         sampler, states = self._sampler, self._sampler.req_states
+        sampler.attend(batch)
         num_nans = api.get_num_nans(logits) if sampler.compute_nans else None
         offsets = batch.cu_num_logits[: batch.num_reqs + 1].long()
         request = torch.repeat_interleave(offsets.diff(), output_size=logits.shape[0])
