@@ -109,6 +109,15 @@ class Server:
             raise Refused(error.code, error.read().decode()) from error
         return json.loads(text) if text.startswith((b"{", b"[")) else text.decode()
 
+    def stream(self, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The events of a streamed answer, but the last, which says that it ends."""
+        data = json.dumps({**body, "stream": True}).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=240) as answer:
+            events = answer.read().decode().split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+
     def generate(
         self, prompts: Sequence[Sequence[int]], new_tokens: int, ignore_eos: bool = True, **more: Any
     ) -> list[dict[str, Any]]:

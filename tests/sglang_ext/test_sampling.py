@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from deepinfer_plugins.sglang_ext import seeds
 
 COUNT = 12
@@ -28,6 +30,45 @@ def test_a_seed_is_reported_and_repeats_the_answer(server: Any, prompts: list[li
     assert seed != other["meta_info"]["sampling_seed"] and one["output_ids"] != other["output_ids"]
     (again,) = server.ask([prompts[5]], [{**free, "sampling_seed": seed[0]}])
     assert again["output_ids"] == one["output_ids"] and again["meta_info"]["sampling_seed"] == seed
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text"),
+    [
+        ("/v1/completions", {"prompt": [5, 6, 7]}, lambda choice: choice["text"]),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "Say hello."}]},
+            lambda choice: choice.get("message", choice.get("delta")).get("content") or "",
+        ),
+    ],
+    ids=["completions", "chat"],
+)
+def test_openai_s_answers_name_their_seeds(server: Any, path: str, body: dict[str, Any], text: Any) -> None:
+    """Streamed or not, each choice its own."""
+    asked = {"model": "x", "max_tokens": 16, "ignore_eos": True, **body}
+    whole = {choice["seed"]: text(choice) for choice in server.post(path, {**asked, "n": 2})["choices"]}
+    seeds: dict[int, int] = {}
+    texts = {0: "", 1: ""}
+    for event in server.stream(path, {**asked, "n": 2}):
+        for choice in event["choices"]:
+            assert choice["index"] not in seeds or "seed" not in choice
+            seeds |= {choice["index"]: choice["seed"]} if "seed" in choice else {}
+            texts[choice["index"]] += text(choice)
+    found = {**whole, **{seed: texts[index] for index, seed in seeds.items()}}
+    assert len(found) == len(set(found.values())) == 4
+    for seed, said in found.items():
+        (again,) = server.post(path, {**asked, "seed": seed})["choices"]
+        assert (again["seed"], text(again)) == (seed, said)
+
+
+def test_a_stream_says_the_seed_from_its_first_event_on(server: Any, prompts: list[list[int]]) -> None:
+    asked = {"input_ids": prompts[5], "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
+    events = server.stream("/generate", asked)
+    (seed,) = {tuple(event["meta_info"]["sampling_seed"]) for event in events}
+    assert len(events) > 1
+    (again,) = server.ask([prompts[5]], [{"sampling_seed": seed[0]}], 8)
+    assert again["output_ids"] == events[-1]["output_ids"]
 
 
 def test_parallel_samples_have_seeds_of_their_own(server: Any, prompts: list[list[int]]) -> None:

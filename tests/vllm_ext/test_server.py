@@ -40,6 +40,15 @@ class Server:
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
 
+    def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """The events of a streamed answer, but the last, which says that it ends."""
+        data = json.dumps({"model": self.model, "stream": True, **body}).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=240) as answer:
+            events = answer.read().decode().split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+
     def complete(self, prompt: list[int], new_tokens: int) -> list[int]:
         status, answer = self.post(
             "/v1/completions",
@@ -115,13 +124,29 @@ def test_chat_goes_through_the_release_encoding(server: Server, small: Any) -> N
     assert status == 200 and encoded["tokens"] == answer["prompt_token_ids"]
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", {"prompt": [5, 6, 7]}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello there"}]}),
-    ],
-)
+ASKED = [
+    ("/v1/completions", {"prompt": [5, 6, 7]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello there"}]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ASKED)
+def test_streams_name_the_seeds_that_were_chosen(server: Server, path: str, body: dict[str, Any]) -> None:
+    more = {"max_tokens": 6, "temperature": 1, "ignore_eos": True, "return_token_ids": True}
+    seeds: dict[int, int] = {}
+    tokens: dict[int, list[int]] = {0: [], 1: []}
+    for event in server.stream(path, **body, **more, n=2):
+        for choice in event["choices"]:
+            assert choice["index"] not in seeds or "seed" not in choice
+            seeds |= {choice["index"]: choice["seed"]} if "seed" in choice else {}
+            tokens[choice["index"]] += choice.get("token_ids") or []
+    assert set(seeds) == {0, 1} and seeds[0] != seeds[1] and tokens[0] != tokens[1]
+    for index, seed in seeds.items():
+        status, again = server.post(path, **body, **more, seed=seed)
+        assert status == 200 and again["choices"][0]["token_ids"] == tokens[index], again
+
+
+@pytest.mark.parametrize(("path", "body"), ASKED)
 def test_answers_name_the_seeds_that_were_chosen(server: Server, path: str, body: dict[str, Any]) -> None:
     more = {"max_tokens": 6, "temperature": 1, "ignore_eos": True, "return_token_ids": True}
     status, answer = server.post(path, **body, **more, n=2)

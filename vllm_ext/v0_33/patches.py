@@ -138,6 +138,22 @@ SEED_NAMED_IN_CHATS = Patch(
     parameters=("request", "result_generator"),
 )
 
+SEED_NAMED_IN_STREAMS = Patch(
+    target="vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator",
+    why="the same of a stream",
+    upstream="none",
+    remove_when="vLLM reports the seed that it drew",
+    parameters=("request", "engine_inputs", "result_generator"),
+)
+
+SEED_NAMED_IN_STREAMED_CHATS = Patch(
+    target="vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
+    why="the same of a chat's stream",
+    upstream="none",
+    remove_when="vLLM reports the seed that it drew",
+    parameters=("request", "result_generator"),
+)
+
 VERIFIED = Patch(
     target="vllm.v1.worker.gpu.model_runner:AsyncOutput",
     why="how many drafts of each request were verified is known on the device only, when verification is scheduled",
@@ -170,6 +186,8 @@ ENGINE_PATCHES: tuple[Patch, ...] = (
     SEED_REPORTED,
     SEED_NAMED,
     SEED_NAMED_IN_CHATS,
+    SEED_NAMED_IN_STREAMS,
+    SEED_NAMED_IN_STREAMED_CHATS,
     VERIFIED_COUNTED,
     VERIFIED_EXPORTED,
 )
@@ -200,6 +218,8 @@ def apply_in_engine() -> None:
     wrap(SEED_REPORTED, requests.reporting)
     wrap(SEED_NAMED, requests.naming)
     wrap(SEED_NAMED_IN_CHATS, requests.naming_in_chats)
+    wrap(SEED_NAMED_IN_STREAMS, requests.naming_in_streams)
+    wrap(SEED_NAMED_IN_STREAMED_CHATS, requests.naming_in_streamed_chats)
     wrap(VERIFIED_COUNTED, metrics.counting)
     wrap(VERIFIED_EXPORTED, metrics.exporting)
 

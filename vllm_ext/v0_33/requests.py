@@ -2,8 +2,8 @@
 
 vLLM's worker would draw the seed of a request that has none and tell nobody. Here the front end draws it, before
 anything else sees the request, so that a preempted request keeps it; ``CompletionOutput.seed`` reports the seed of each
-sample, and so does ``seed`` in a choice of an OpenAI answer that is not streamed; the log has those of requests that
-came without. ``n`` samples take the seeds from there on.
+sample, and so does ``seed`` in a choice of an OpenAI answer, in a stream in one of its events; the log has those of
+requests that came without. ``n`` samples take the seeds from there on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from deepinfer_plugins.features import seed_report
 from deepinfer_plugins.vllm_ext.v0_33 import defaults
 
 if TYPE_CHECKING:
@@ -142,6 +143,49 @@ def naming_in_chats(original: Callable[..., Any]) -> Callable[..., Any]:
         return response
 
     return chat_completion_full_generator
+
+
+def naming_in_streams(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``OpenAIServingCompletion.completion_stream_generator`` whose choices name their seeds."""
+
+    def completion_stream_generator(
+        self: Any, request: Any, engine_inputs: Any, result_generator: Any, *args: Any, **kwargs: Any
+    ) -> AsyncIterator[str]:
+        seeds: dict[int, int] = {}
+
+        async def passing() -> AsyncIterator[Any]:
+            async for prompt, result in result_generator:
+                _note_seeds(seeds, result.outputs, first=prompt * (request.n or 1))
+                yield prompt, result
+
+        return seed_report.naming(original(self, request, engine_inputs, passing(), *args, **kwargs), seeds)
+
+    return completion_stream_generator
+
+
+def naming_in_streamed_chats(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``OpenAIServingChat.chat_completion_stream_generator`` whose choices name their seeds."""
+
+    def chat_completion_stream_generator(
+        self: Any, request: Any, result_generator: AsyncIterator[Any], *args: Any, **kwargs: Any
+    ) -> AsyncIterator[str]:
+        seeds: dict[int, int] = {}
+
+        async def passing() -> AsyncIterator[Any]:
+            async for result in result_generator:
+                _note_seeds(seeds, result.outputs)
+                yield result
+
+        return seed_report.naming(original(self, request, passing(), *args, **kwargs), seeds)
+
+    return chat_completion_stream_generator
+
+
+def _note_seeds(seeds: dict[int, int], samples: Iterable[Any], first: int = 0) -> None:
+    """Add what is known now, by index of the choice; ``first`` is that of the prompt's first."""
+    for sample in samples:
+        if sample.seed is not None:
+            seeds[first + sample.index] = sample.seed
 
 
 def _name_seeds(choices: Iterable[Any], samples: Iterable[Any]) -> None:
