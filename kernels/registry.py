@@ -81,7 +81,8 @@ def choose(op: str, want: Want) -> Choice:
         elif chosen is None:
             chosen = provider
         else:
-            passed_over[provider.name] = f"{chosen.name} is preferred"
+            unchecked = "; not run on hardware" if want.arch in provider.unchecked else ""
+            passed_over[provider.name] = f"{chosen.name} is preferred{unchecked}"
     if chosen is None:
         reasons = [f"  {name}: {why}" for name, why in passed_over.items()] or ["  none is registered"]
         raise NoProvider(

@@ -17,10 +17,11 @@ def survey(*, batch_invariant: bool | None = None) -> dict[str, Any]:
         batch_invariant: What the engine's own flag says; None: nothing.
 
     Returns:
-        ``chip``, ``graphs``, ``operators`` (``{name: {provider, passed_over: {name: reason}}}``) and ``problems``.
+        ``chip``, ``graphs``, ``operators`` (``{name: {provider, passed_over: {name: reason}}}``), ``problems`` and
+        ``warnings``.
     """
     assert catalogue, "importing the catalogue registers the providers"
-    found: dict[str, Any] = {"chip": None, "graphs": None, "operators": {}, "problems": []}
+    found: dict[str, Any] = {"chip": None, "graphs": None, "operators": {}, "problems": [], "warnings": []}
     problems = found["problems"]
     try:
         settings = Settings.from_env()
@@ -35,6 +36,7 @@ def survey(*, batch_invariant: bool | None = None) -> dict[str, Any]:
         problems.append(f"{chip.arch.value}: {chip.chip.refusal}")
     for op in registry.operators():
         found["operators"][op] = _choice(op, want, problems)
+    found["warnings"] += _unchecked(want, found["operators"])
     if all(choice["provider"] for choice in found["operators"].values()):
         reason = detect.no_graphs(settings, asked=False, flag=("the engine", batch_invariant))
         found["graphs"] = f"none: {reason}" if reason else "whole steps"
@@ -49,3 +51,16 @@ def _choice(op: str, want: Want, problems: list[str]) -> dict[str, Any]:
         passed_over = {provider.name: provider.refusal(want) for provider in registry.providers(op)}
         return {"provider": None, "passed_over": passed_over}
     return {"provider": choice.provider.name, "passed_over": dict(choice.passed_over)}
+
+
+def _unchecked(want: Want, operators: dict[str, dict[str, Any]]) -> list[str]:
+    """What serves in batch-invariant mode because it was asked for by name."""
+    names = [
+        f"{op} ({provider.name})"
+        for op, choice in operators.items()
+        for provider in registry.providers(op)
+        if provider.name == choice["provider"] and want.arch in provider.unchecked
+    ]
+    if not want.batch_invariant or not names:
+        return []
+    return [f"taken as asked, but not run on hardware ({want.arch.value}): {', '.join(names)}"]

@@ -151,7 +151,7 @@ def answer_of_an_engine(**changes: object) -> dict[str, object]:
         "hooks": {},
         "planned": [],
         "report": record,
-        "survey": {"chip": "cpu (x)", "graphs": "none", "operators": {}, "problems": []},
+        "survey": {"chip": "cpu (x)", "graphs": "none", "operators": {}, "problems": [], "warnings": []},
         "problems": [],
         "not_enabled": [],
         "switch": "",

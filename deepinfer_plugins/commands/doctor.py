@@ -177,6 +177,7 @@ def _read(found: Diagnosis, answer: dict[str, Any]) -> None:
 def _add_survey(found: Diagnosis, survey: dict[str, Any]) -> None:
     found.chip, found.graphs, found.operators = survey["chip"], survey["graphs"], survey["operators"]
     found.problems += [problem for problem in survey["problems"] if problem not in found.problems]
+    found.warnings += survey["warnings"]
 
 
 def shadows(folder: Path) -> list[str]:

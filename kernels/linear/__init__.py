@@ -3,6 +3,7 @@
 from deepinfer_plugins.core.target import Arch
 from deepinfer_plugins.kernels.registry import register
 from deepinfer_plugins.kernels.spec import Bitwise, Provider, Within
+from deepinfer_plugins.kernels.vendors import needs_deep_gemm
 
 # Not run on hardware on an SM100.
 register(
@@ -16,6 +17,19 @@ register(
         needs=("triton",),
         capturable=True,
         unchecked=frozenset({Arch.SM100}),
+    )
+)
+# Not run on hardware, so after what is.
+register(
+    Provider(
+        op="linear",
+        name="deep_gemm",
+        path="deepinfer_plugins.kernels.linear.deep_gemm:linear",
+        archs=frozenset({Arch.SM90, Arch.SM100}),
+        batch_invariant=True,
+        agrees=Within(atol=2.0**-7, rtol=2.0**-7),
+        needs=(needs_deep_gemm("bf16_gemm_nt"),),
+        unchecked=frozenset({Arch.SM90, Arch.SM100}),
     )
 )
 register(

@@ -18,6 +18,19 @@ register(
         unchecked=frozenset({Arch.SM100}),
     )
 )
+# Not run on hardware, so after what is.
+register(
+    Provider(
+        op="mxfp8_cast",
+        name="tile_kernels",
+        path="deepinfer_plugins.kernels.mxfp8_cast.tile_kernels:mxfp8_cast",
+        archs=frozenset({Arch.SM90, Arch.SM100}),
+        batch_invariant=True,
+        agrees=Bitwise(),
+        needs=("tile_kernels.quant:per_token_cast",),
+        unchecked=frozenset({Arch.SM90, Arch.SM100}),
+    )
+)
 register(
     Provider(
         op="mxfp8_cast",

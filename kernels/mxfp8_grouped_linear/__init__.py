@@ -3,6 +3,7 @@
 from deepinfer_plugins.core.target import Arch
 from deepinfer_plugins.kernels.registry import register
 from deepinfer_plugins.kernels.spec import Bitwise, Provider, Within
+from deepinfer_plugins.kernels.vendors import needs_deep_gemm
 
 # Not run on hardware on an SM100.
 register(
@@ -16,6 +17,20 @@ register(
         agrees=Within(atol=2.0**-5, rtol=2.0**-7),
         needs=("triton",),
         capturable=True,
+        unchecked=frozenset({Arch.SM100}),
+    )
+)
+# Not run on hardware, so after what is.
+register(
+    Provider(
+        op="mxfp8_grouped_linear",
+        name="deep_gemm",
+        path="deepinfer_plugins.kernels.mxfp8_grouped_linear.deep_gemm:mxfp8_grouped_linear",
+        archs=frozenset({Arch.SM100}),
+        batch_invariant=True,
+        # As of triton.
+        agrees=Within(atol=2.0**-5, rtol=2.0**-7),
+        needs=(needs_deep_gemm("fp8_einsum"),),
         unchecked=frozenset({Arch.SM100}),
     )
 )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -15,6 +16,7 @@ from deepinfer_plugins.core.target import Arch, Want
 from deepinfer_plugins.core.testing import assert_same_bits
 from deepinfer_plugins.kernels.registry import NoProvider, choose
 from deepinfer_plugins.kernels.spec import Bitwise, Provider, Within
+from deepinfer_plugins.kernels.vendors import UnsupportedShape
 
 # Spans two blocks of rows of the torch providers and fills neither the second block nor any tile.
 BATCH = 23
@@ -137,12 +139,13 @@ class Conformance:
     """Base of an operator's tests; a subclass says what its arguments look like.
 
     ``conftest.py`` gives ``provider`` every provider of ``op``, ``num_rows`` each of ``sizes``, and ``variant`` each
-    of ``variants``.
+    of ``variants`` and of ``wide``: sizes that a vendor's function takes, too slow for Triton's interpreter.
     """
 
     op: ClassVar[str]
     sizes: ClassVar[tuple[int, ...]] = (0, 1, 63)
     variants: ClassVar[tuple[str, ...]] = ("",)
+    wide: ClassVar[tuple[str, ...]] = ()
 
     def case(self, draw: Draw, num_rows: int, variant: str) -> Case:
         raise NotImplementedError
@@ -155,13 +158,15 @@ class Conformance:
         self, provider: Provider, variant: str, num_rows: int, device: torch.device
     ) -> None:
         _skip_if_refused(provider, Want(arch_of(device), batch_invariant=False))
-        check_agreement(provider, self.case(Draw(device), num_rows, variant))
+        with skipping_unsupported_shapes():
+            check_agreement(provider, self.case(Draw(device), num_rows, variant))
 
     def test_row_does_not_depend_on_the_batch(
         self, provider: Provider, variant: str, device: torch.device
     ) -> None:
         _skip_if_refused(provider, Want(arch_of(device), batch_invariant=True))
-        check_rows(provider.load(), self.case(Draw(device), BATCH, variant))
+        with skipping_unsupported_shapes():
+            check_rows(provider.load(), self.case(Draw(device), BATCH, variant))
 
     def test_refusal_says_why(self, provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
         for arch in set(Arch) - provider.archs:
@@ -173,6 +178,15 @@ class Conformance:
         monkeypatch.setenv(f"DEEPINFER_PLUGINS_{self.op.upper()}", "no_such_provider")
         with pytest.raises(NoProvider, match=f"no_such_provider.*{self.op} .*{provider.name}"):
             choose(self.op, Want(Arch.CPU))
+
+
+@contextlib.contextmanager
+def skipping_unsupported_shapes() -> Iterator[None]:
+    """Skip what a vendor's function takes no such sizes of."""
+    try:
+        yield
+    except UnsupportedShape as error:
+        pytest.skip(str(error))
 
 
 def _skip_if_refused(provider: Provider, want: Want) -> None:

@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "num_rows" in metafunc.fixturenames:
         metafunc.parametrize("num_rows", tests.sizes)
     if "variant" in metafunc.fixturenames:
-        metafunc.parametrize("variant", tests.variants)
+        metafunc.parametrize("variant", (*tests.variants, *tests.wide))
 
 
 @pytest.fixture(autouse=True)

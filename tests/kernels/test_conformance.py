@@ -74,7 +74,7 @@ def test_a_provider_for_all_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPINFER_PLUGINS_PROVIDER", "torch")
     chosen = catalogue.choices(Want(Arch.SM90))
     assert {choice.provider.name for choice in chosen.values()} == {"torch"}
-    assert chosen["linear"].passed_over == {"triton": "DEEPINFER_PLUGINS_PROVIDER=torch"}
+    assert chosen["rope"].passed_over == {"triton": "DEEPINFER_PLUGINS_PROVIDER=torch"}
     monkeypatch.setenv("DEEPINFER_PLUGINS_LINEAR", "triton")
     assert registry.choose("linear", Want(Arch.SM90)).provider.name == "triton"
     monkeypatch.setenv("DEEPINFER_PLUGINS_PROVIDER", "triton")

@@ -13,16 +13,21 @@ from .conformance import Case, Conformance, Draw
 class TestEngramGate(Conformance):
     op = "engram_gate"
     variants = ("", "skip")
+    wide = ("wide", "wide, one projection", "wide, skip")
 
     def case(self, draw: Draw, num_rows: int, variant: str) -> Case:
+        d = 512 if "wide" in variant else 96
         args = {
-            "streams": draw.normal(num_rows, 4, 96),
-            "keys": draw.normal(num_rows, 4, 96),
-            "value": draw.normal(num_rows, 96),
-            "weight": draw.normal(4, 96, dtype=torch.float32),
+            "streams": draw.normal(num_rows, 4, d),
+            "keys": draw.normal(num_rows, 4, d),
+            "value": draw.normal(num_rows, d),
+            "weight": draw.normal(4, d, dtype=torch.float32),
             "eps": 1e-20,
-            "skip": draw.ints(0, 2, num_rows).bool() if variant else None,
+            "skip": draw.ints(0, 2, num_rows).bool() if "skip" in variant else None,
         }
+        if "one projection" in variant:
+            both = draw.normal(num_rows, 5, d)
+            args["keys"], args["value"] = both[:, :4], both[:, 4]
         return Case(args, rows=("streams", "keys", "value", "skip"))
 
 

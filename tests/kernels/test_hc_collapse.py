@@ -12,9 +12,11 @@ from .conformance import Case, Conformance, Draw
 class TestHcCollapse(Conformance):
     op = "hc_collapse"
     sizes = (0, 1, 63, 1000)
+    wide = ("wide",)
 
     def case(self, draw: Draw, num_rows: int, variant: str) -> Case:
-        args = {"streams": draw.normal(num_rows, 4, 96), "pre": draw.normal(num_rows, 4, dtype=torch.float32)}
+        d = 640 if variant == "wide" else 96
+        args = {"streams": draw.normal(num_rows, 4, d), "pre": draw.normal(num_rows, 4, dtype=torch.float32)}
         return Case(args, rows=tuple(args))
 
 

@@ -12,9 +12,11 @@ from .conformance import Case, Conformance, Draw
 class TestHcMerge(Conformance):
     op = "hc_merge"
     sizes = (0, 1, 63, 1000)
+    wide = ("wide",)
 
     def case(self, draw: Draw, num_rows: int, variant: str) -> Case:
-        args = {"x": draw.normal(num_rows, 96), "streams": draw.normal(num_rows, 4, 96)}
+        d = 640 if variant == "wide" else 96
+        args = {"x": draw.normal(num_rows, d), "streams": draw.normal(num_rows, 4, d)}
         args["post"] = draw.normal(num_rows, 4, dtype=torch.float32)
         args["comb"] = draw.normal(num_rows, 4, 4, dtype=torch.float32)
         return Case(args, rows=tuple(args))

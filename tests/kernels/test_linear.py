@@ -15,12 +15,15 @@ from .conformance import Case, Conformance, Draw
 class TestLinear(Conformance):
     op = "linear"
     variants = ("bfloat16", "float32")
+    wide = ("bfloat16, wide", "float32, wide")
 
     def case(self, draw: Draw, num_rows: int, variant: str) -> Case:
+        dtype, _, wide = variant.partition(", ")
+        k = 264 if wide else 100
         args = {
-            "x": draw.normal(num_rows, 100),
-            "weight": draw.normal(37, 100),
-            "out_dtype": getattr(torch, variant),
+            "x": draw.normal(num_rows, k),
+            "weight": draw.normal(37, k),
+            "out_dtype": getattr(torch, dtype),
         }
         return Case(args, rows=("x",))
 

@@ -12,9 +12,12 @@ class TestMxfp8Cast(Conformance):
     op = "mxfp8_cast"
     sizes = (0, 1, 63, 1000)
     variants = ("bfloat16", "float32")
+    wide = ("bfloat16, wide", "float32, wide")
 
     def case(self, draw: Draw, num_rows: int, variant: str) -> Case:
-        return Case({"x": draw.normal(num_rows, 96, dtype=getattr(torch, variant), scale=20)}, rows=("x",))
+        dtype, _, wide = variant.partition(", ")
+        x = draw.normal(num_rows, 256 if wide else 96, dtype=getattr(torch, dtype), scale=20)
+        return Case({"x": x}, rows=("x",))
 
 
 def test_agrees_with_torchs_own_cast(device: torch.device) -> None:

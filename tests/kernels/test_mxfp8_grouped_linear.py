@@ -12,11 +12,13 @@ from .conformance import Case, Conformance, Draw
 
 class TestMxfp8GroupedLinear(Conformance):
     op = "mxfp8_grouped_linear"
+    wide = ("wide",)
 
     def case(self, draw: Draw, num_rows: int, variant: str) -> Case:
-        values, scales = mxfp8_cast(draw.normal(num_rows, 3 * 64))
-        args = {"values": values.view(-1, 3, 64), "scales": scales.view(-1, 3, 2)}
-        args |= {"weight": draw.e4m3(3 * 32, 64), "weight_scales": draw.scales(3, 2)}
+        m, k = (64, 256) if variant == "wide" else (32, 64)
+        values, scales = mxfp8_cast(draw.normal(num_rows, 3 * k))
+        args = {"values": values.view(-1, 3, k), "scales": scales.view(-1, 3, k // 32)}
+        args |= {"weight": draw.e4m3(3 * m, k), "weight_scales": draw.scales(3 * m // 32, k // 32)}
         return Case(args, rows=("values", "scales"))
 
 

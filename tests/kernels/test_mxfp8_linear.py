@@ -16,6 +16,7 @@ from .conformance import Case, Conformance, Draw
 class TestMxfp8Linear(Conformance):
     op = "mxfp8_linear"
     variants = ("160 by 96", "77 by 128")
+    wide = ("72 by 256",)
 
     def case(self, draw: Draw, num_rows: int, variant: str) -> Case:
         m, k = map(int, variant.split(" by "))

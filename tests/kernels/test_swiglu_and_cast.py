@@ -15,10 +15,12 @@ class TestSwigluAndCast(Conformance):
     op = "swiglu_and_cast"
     sizes = (0, 1, 63, 1000)
     variants = ("weighted", "plain")
+    wide = ("weighted, wide", "plain, wide")
 
     def case(self, draw: Draw, num_rows: int, variant: str) -> Case:
-        args = {"gate_up": draw.normal(num_rows, 2 * 96, scale=8), "limit": 10.0}
-        args["weights"] = draw.normal(num_rows, dtype=torch.float32) if variant == "weighted" else None
+        d = 256 if "wide" in variant else 96
+        args = {"gate_up": draw.normal(num_rows, 2 * d, scale=8), "limit": 10.0}
+        args["weights"] = draw.normal(num_rows, dtype=torch.float32) if "weighted" in variant else None
         return Case(args, rows=("gate_up", "weights"))
 
 
