@@ -201,7 +201,7 @@ def _default_ops() -> SamplingOps:
     return _DefaultOps(**{field.name: chosen[field.name].load() for field in fields(_DefaultOps)})
 
 
-# Columns of the tables of parameters.
+# Rows of the tables of parameters, which have a column for each slot: so what is taken of some slots is contiguous.
 _TEMPERATURE, _MIN_P, _TOP_P, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
 _SEED, _TOP_K, _REJECTION, _MIN_POSITION = range(4)
 _NEUTRAL_FLOATS = (0.0, 0.0, 1.0, 1.0, 0.0, 0.0)
@@ -234,8 +234,9 @@ class SamplingState:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.ops = ops or _default_ops()
-        self.draft_sharpening = draft_sharpening
-        # One row more than there are slots: padding rows find neutral parameters there.
+        # On the device: by a number of the host's, a GPU would divide in another way than a CPU.
+        self._sharpening = torch.tensor(draft_sharpening, dtype=torch.float64, device=self.device)
+        # One column more than there are slots: padding rows find neutral parameters there.
         self._floats = self._table(_NEUTRAL_FLOATS, torch.float64)
         self._ints = self._table(_NEUTRAL_INTS, torch.int64)
         # What the request of each slot uses; which slots count, None for all; and what those use, None if not known.
@@ -252,7 +253,8 @@ class SamplingState:
         self._record: DraftRecord | None = None
 
     def _table(self, row: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(row, dtype=dtype, device=self.device).repeat(self.num_slots + 1, 1)
+        column = torch.tensor(row, dtype=dtype, device=self.device)
+        return column[:, None].repeat(1, self.num_slots + 1)
 
     def _wide(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(self.num_slots + 1, self.vocab_size, dtype=dtype, device=self.device)
@@ -314,8 +316,8 @@ class SamplingState:
         seed = seed - _SEEDS if seed >= _SEEDS // 2 else seed
         min_position = len(prompt) + params.min_tokens
         ints = (seed, min(params.top_k, self.vocab_size), int("rejection" in used), min_position)
-        self._floats[slot] = self._send(floats, torch.float64)
-        self._ints[slot] = self._send(ints)
+        self._floats[:, slot] = self._send(floats, torch.float64)
+        self._ints[:, slot] = self._send(ints)
         self._set_bias(slot, params)
         self._set_suppressed(slot, params)
         self._set_counts(slot, "penalties" in used, prompt, output)
@@ -412,15 +414,14 @@ class SamplingState:
             slots: ``[B]``, int64; no slot twice but ``NO_SLOT``.
             tokens: ``[B, w]``, int64, padded with -1 at the end.
         """
-        valid = tokens >= 0
         if self._counts is not None and self.uses("penalties"):
             # A slot counts whether or not it has penalties: which slots do is not known without a look at the device.
             row = (slots % (self.num_slots + 1))[:, None] * self.vocab_size
             places = (row + tokens.clamp(min=0)).flatten()
-            self._counts.view(-1).scatter_add_(0, places, valid.flatten().int())
+            self._counts.view(-1).scatter_add_(0, places, (tokens >= 0).flatten().int())
         if width := self._tail.shape[1]:
             joined = torch.cat([self._tail[slots], tokens], dim=1)
-            last = valid.sum(dim=1, keepdim=True) + torch.arange(width, device=self.device)
+            last = (tokens >= 0).sum(dim=1, keepdim=True) + torch.arange(width, device=self.device)
             self._tail[slots] = joined.gather(1, last)
 
     def sample(self, logits: torch.Tensor, rows: Rows) -> Sampled:
@@ -435,29 +436,35 @@ class SamplingState:
 
     def choose(self, processed: torch.Tensor, slot: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Tokens, int64 ``[n]``, from processed logits, with the noise that is the model's own."""
-        filters = self.filters(slot) if self.uses("noise") else (None, None, None, None)
-        seed = self._ints[slot, _SEED]
-        return self.ops.sample(processed, *filters, seed, position, torch.full_like(seed, noise.TARGET))
+        if not self.uses("noise"):
+            return self._choose_greedily(processed, position)
+        seed = self.seeds(slot)
+        stream = torch.full_like(seed, noise.TARGET)
+        return self.ops.sample(processed, *self.filters(slot), seed, position, stream)
+
+    def _choose_greedily(self, processed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Without noise, whose seed and stream may then be anything."""
+        return self.ops.sample(processed, None, None, None, None, position, position, position)
 
     def filters(
         self, slot: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Temperature, min-p, top-k and top-p of each row, as the operators want them."""
-        floats = self._floats[slot]
+        temperature, min_p, top_p = self._floats[: _TOP_P + 1, slot]
         return (
-            floats[:, _TEMPERATURE],
-            floats[:, _MIN_P] if self.uses("min_p") else None,
-            self._ints[slot, _TOP_K] if self.uses("top_k") else None,
-            floats[:, _TOP_P] if self.uses("top_p") else None,
+            temperature,
+            min_p if self.uses("min_p") else None,
+            self._ints[_TOP_K, slot] if self.uses("top_k") else None,
+            top_p if self.uses("top_p") else None,
         )
 
     def seeds(self, slot: torch.Tensor) -> torch.Tensor:
         """Seeds, int64 ``[n]``."""
-        return self._ints[slot, _SEED]
+        return self._ints[_SEED, slot]
 
     def by_rejection(self, slot: torch.Tensor) -> torch.Tensor:
         """Whether a row's drafts are verified by rejection, bool ``[n]``."""
-        return self._ints[slot, _REJECTION] == 1
+        return self._ints[_REJECTION, slot] == 1
 
     def log_probs(self, processed: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         """What rows are sampled from, as fp32 log-probabilities after temperature and filters.
@@ -485,7 +492,7 @@ class SamplingState:
         if self._bias is not None and self.uses("bias"):
             logits = logits + self._bias[slot]
         if self._suppressed is not None and self.uses("min_tokens"):
-            early = rows.position < self._ints[slot, _MIN_POSITION]
+            early = rows.position < self._ints[_MIN_POSITION, slot]
             logits = logits.masked_fill(self._suppressed[slot] & early[:, None], -math.inf)
         if self.uses("bad_words"):
             logits = self._bar_bad_words(logits, rows)
@@ -513,9 +520,7 @@ class SamplingState:
         counts = self._counts[rows.slot].scatter_add_(1, rows.prefix.clamp(min=0), drafts.int())
         in_output = counts > 0
         # Neutral values leave the bits of a row as they are, so rows without penalties need no selection.
-        repetition, presence, frequency = (
-            self._floats[rows.slot, _REPETITION : _FREQUENCY + 1].float().split(1, 1)
-        )
+        repetition, presence, frequency = self._floats[_REPETITION:, rows.slot, None].float()
         scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(in_output | self._in_prompt[rows.slot], scaled, logits)
         logits = logits - frequency * counts
@@ -539,12 +544,12 @@ class SamplingState:
         self, processed: torch.Tensor, slots: torch.Tensor, position: torch.Tensor, index: int
     ) -> torch.Tensor:
         """Draft ``index`` of each slot, int64 ``[B]``, from processed logits; recorded where rejection needs it."""
+        if not self.uses("noise"):
+            return self._choose_greedily(processed, position)
         seeds = self.seeds(slots)
         stream = torch.full_like(seeds, noise.TARGET)
-        if not self.uses("noise"):
-            return self.ops.sample(processed, None, None, None, None, seeds, position, stream)
         temperature, *filters = self.filters(slots)
-        sharpened = temperature / torch.full_like(temperature, self.draft_sharpening)
+        sharpened = temperature / self._sharpening
         if not self.uses("rejection"):
             return self.ops.sample(processed, sharpened, *filters, seeds, position, stream)
         by_rejection = self.by_rejection(slots)

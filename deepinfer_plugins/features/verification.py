@@ -60,28 +60,35 @@ def verify(
             not the one recorded for its position is not kept.
     """
     n, depth = rows.prefix.shape
-    starts, counts = offsets[:-1, None], offsets.diff()[:, None]
-    index = torch.arange(depth + 1, device=logits.device)
-    row_of_token = torch.where(index < counts, starts + index, -1)
-    request = torch.searchsorted(offsets, torch.arange(n, device=logits.device), right=True) - 1
-    # The draft that a row judges is the next token of the longest prefix of its request.
-    step = torch.arange(n, device=logits.device) - offsets[request]
-    all_drafts = torch.nn.functional.pad(rows.prefix[offsets[request + 1] - 1], (0, 1), value=-1)
-    draft = all_drafts.gather(1, step[:, None])[:, 0]
-
+    num_requests = offsets.shape[0] - 1
     sampled = state.sample(logits, rows)
-    tokens, accepted = sampled.tokens, (draft >= 0) & (draft == sampled.tokens)
     overlap = torch.full_like(rows.position, torch.nan, dtype=torch.float64)
+    if n == 0:
+        nothing = offsets.new_full((num_requests, depth + 1), -1)
+        return Verified(nothing, torch.zeros_like(offsets[1:]), nothing, sampled.logits, overlap)
+    # By request and place in its window; where it has no row that far, another's, which does not count.
+    index = torch.arange(depth + 1, device=logits.device)
+    row = offsets[:-1, None] + index
+    is_row = row < offsets[1:, None]
+    row = row.clamp_(max=n - 1)
+    # A request's last row has all of its drafts, of which row i judges the i-th. No token is -1.
+    drafts = rows.prefix[offsets[1:] - 1]
+    tokens = sampled.tokens[row]
+    accepted = (drafts == tokens[:, :depth]) & is_row[:, :depth]
     drafted = state.record if drafted is None else drafted
     if state.uses("rejection"):
-        by_rejection = state.by_rejection(rows.slot) & (draft >= 0)
+        by_rejection = (state.by_rejection(rows.slot)[row] & is_row)[:, :depth] & (drafts >= 0)
         accepted &= ~by_rejection
         if drafted is not None:
+            # By row, as the operator wants it; the last one takes what is no draft of rejection's.
+            draft = drafts.new_full((n + 1,), -1)
+            draft[torch.where(by_rejection, row[:, :depth], n)] = drafts
+            draft = draft[:-1]
             slots, width = drafted.tokens.shape
             place = (drafted.position[rows.slot] == rows.position[:, None]) & (
                 drafted.tokens[rows.slot] == draft[:, None]
             )
-            known = by_rejection & place.any(dim=1)
+            known = (draft >= 0) & place.any(dim=1)
             draft_row = rows.slot % slots * width + place.int().argmax(dim=1)
             kept, token, probability = state.ops.accept_or_resample(
                 sampled.logits,
@@ -92,13 +99,11 @@ def verify(
                 torch.where(known, draft_row, -1),
                 drafted.log_probs.flatten(0, 1),
             )
-            accepted |= kept
-            tokens = torch.where(known, token, tokens)
+            accepted |= kept[row][:, :depth] & by_rejection
+            tokens = torch.where(known, token, sampled.tokens)[row]
             overlap = torch.where(known, probability, overlap)
-
-    # Row -1 stands for no row.
-    accepted = torch.nn.functional.pad(accepted, (0, 1), value=False)
-    tokens = torch.nn.functional.pad(tokens, (0, 1), value=-1)
-    num_accepted = accepted[row_of_token].long().cumprod(dim=1).sum(dim=1)
-    row_of_token = torch.where(index <= num_accepted[:, None], row_of_token, -1)
-    return Verified(tokens[row_of_token], num_accepted, row_of_token, sampled.logits, overlap)
+    num_accepted = accepted.cumprod(dim=1).sum(dim=1)
+    counts = is_row & (index <= num_accepted[:, None])
+    return Verified(
+        torch.where(counts, tokens, -1), num_accepted, torch.where(counts, row, -1), sampled.logits, overlap
+    )

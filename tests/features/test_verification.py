@@ -193,8 +193,8 @@ def many(n: int, verify: str, **params) -> SamplingState:
     state = SamplingState(n, 7, "cpu")
     state.add(0, SamplingParams(seed=0, verify=verify, **params), [1])
     for table in (state._floats, state._ints):
-        table[:] = table[0].clone()
-    state._ints[:, sampling._SEED] = torch.arange(n + 1) * 1000003
+        table[:] = table[:, :1].clone()
+    state._ints[sampling._SEED] = torch.arange(n + 1) * 1000003
     return state
 
 

@@ -250,11 +250,14 @@ class Verifier:
         verified = verify(sampler.state, sampler.processed(logits, batch), rows(batch, prefix), offsets)
         num_tokens = (verified.num_accepted + 1).to(batch.seq_lens.dtype)
         num_sampled, num_rejected = sampler.commit(verified.tokens, num_tokens, batch)
-        chosen = torch.zeros(logits.shape[0] + 1, dtype=torch.int64, device=logits.device)
-        chosen[verified.row_of_token] = verified.tokens
+        scores = None
+        if sampler.get_logprobs_dims(batch.idx_mapping_np) is not None:
+            chosen = torch.zeros(logits.shape[0] + 1, dtype=torch.int64, device=logits.device)
+            chosen[verified.row_of_token] = verified.tokens
+            scores = sampler.scores(logits, verified.logits, chosen[:-1].clamp(min=0), batch)
         return api.SamplerOutput(
             sampled_token_ids=verified.tokens,
-            logprobs_tensors=sampler.scores(logits, verified.logits, chosen[:-1].clamp(min=0), batch),
+            logprobs_tensors=scores,
             num_nans=num_nans,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
