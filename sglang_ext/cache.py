@@ -55,11 +55,13 @@ class Sizes(MemoryPoolConfigurator):
     Args:
         kvc: SGLang's ``KVCacheConfigurator``.
         specs: The model's caches.
+        reserved: Bytes that will be taken for something else by the time that requests run.
     """
 
-    def __init__(self, kvc: Any, specs: Sequence[CacheSpec]) -> None:
+    def __init__(self, kvc: Any, specs: Sequence[CacheSpec], reserved: int = 0) -> None:
         from sglang.srt.runtime_context import get_schedule
 
+        self._reserved = reserved
         self._full_bytes, self._window_bytes = bytes_per_token(specs, kvc.page_size)
         self._window = kvc.sliding_window_size
         schedule = get_schedule()
@@ -82,6 +84,7 @@ class Sizes(MemoryPoolConfigurator):
         )
 
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
+        available_bytes = max(0, available_bytes - self._reserved)
         by_ratio = available_bytes / (self._full_bytes + self._ratio * self._window_bytes)
         by_least = (available_bytes - self._least * self._window_bytes) / self._full_bytes
         full = int(min(by_ratio, by_least))

@@ -20,6 +20,7 @@ from deepinfer_plugins.core import patch
 from deepinfer_plugins.core.report import report
 from deepinfer_plugins.core.settings import Settings
 from deepinfer_plugins.features.graphs import sizes_up_to
+from deepinfer_plugins.features.sampling import SamplingState, choose_verify
 from deepinfer_plugins.kernels.catalogue import load_ops
 from deepinfer_plugins.model.caches import CacheSpec, cache_specs
 from deepinfer_plugins.model.checkpoint import Checkpoint, resolve_model_folder
@@ -84,7 +85,7 @@ def load_weights(network: DeepseekV41, checkpoint: Checkpoint) -> None:
 def _install(config: ModelConfig, draft: bool, device: torch.device) -> None:
     specs = cache_specs(config, draft)
     patch.wrap(patches.KV_POOL, _own_pool(specs))
-    patch.apply(patches.POOL_SIZES, lambda kvc: Sizes(kvc, specs))
+    patch.apply(patches.POOL_SIZES, lambda kvc: Sizes(kvc, specs, _record_bytes(config)))
     patch.wrap(patches.PROMPT, _checked_prompt(config.vocab_size))
     patch.wrap(patches.ADMIT, _admitting)
     patch.apply(patches.SAMPLE, _sample)
@@ -152,6 +153,15 @@ def _graph_sizes() -> list[int]:
     if decode.backend != Backend.FULL:
         return []
     return sorted({min(size, most) for size in decode.bs or sizes_up_to(min(decode.max_bs or most, most))})
+
+
+def _record_bytes(config: ModelConfig) -> int:
+    """Bytes of the table that graphs of drafts write to where drafts may be verified by rejection."""
+    settings, depth = Settings.from_env(), (get_spec().speculative_num_draft_tokens or 1) - 1
+    verify = choose_verify(settings.verify, False, want(settings).batch_invariant)
+    if not depth or not _graph_sizes() or verify != "rejection":
+        return 0
+    return SamplingState.record_bytes(get_schedule().max_running_requests, depth, config.vocab_size)
 
 
 def _own_pool(specs: tuple[CacheSpec, ...]) -> Callable[[Any], Any]:

@@ -574,6 +574,11 @@ class SamplingState:
         record.tokens[slots, index] = tokens
         record.log_probs[slots, index] = log_probs
 
+    @staticmethod
+    def record_bytes(num_slots: int, depth: int, vocab_size: int) -> int:
+        """How much memory the distributions take that :meth:`reserve_record` makes room for."""
+        return (num_slots + 1) * depth * vocab_size * torch.float32.itemsize
+
     def reserve_record(self, depth: int) -> DraftRecord:
         """Room for what ``depth`` drafts of each slot are sampled from: it stays where it is until more is needed."""
         old = self._record

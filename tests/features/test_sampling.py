@@ -237,6 +237,11 @@ def test_log_probs_are_what_is_sampled() -> None:
     assert (log_probs[:-3] == -math.inf).all()
 
 
+def test_how_much_a_record_takes() -> None:
+    record = SamplingState(3, VOCAB, "cpu").reserve_record(2)
+    assert SamplingState.record_bytes(3, 2, VOCAB) == record.log_probs.nbytes
+
+
 def test_drafts_are_sampled_in_turn() -> None:
     state = SamplingState(1, VOCAB, "cpu")
     state.add(0, SamplingParams(0), [0])

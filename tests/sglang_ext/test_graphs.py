@@ -224,6 +224,49 @@ def test_features_without_a_graph(runner: Any, replayed: list[int]) -> None:
         assert bool(replayed) == is_replayed, slots
 
 
+@pytest.mark.parametrize(
+    ("verify", "depth", "sizes", "takes"),
+    [
+        ("auto", 5, [1, 4], True),
+        ("rejection", 5, [1, 4], True),
+        ("coupling", 5, [1, 4], False),
+        ("auto", 5, [], False),
+        ("auto", None, [1, 4], False),
+    ],
+)
+def test_caches_leave_room_for_what_drafts_are_sampled_from(
+    network: DeepseekV41,
+    monkeypatch: pytest.MonkeyPatch,
+    verify: str,
+    depth: int | None,
+    sizes: list[int],
+    takes: bool,
+) -> None:
+    from sglang.srt import runtime_context
+
+    from deepinfer_plugins.sglang_ext import cache, runtime
+
+    schedule = SimpleNamespace(swa_full_tokens_ratio=0.25, max_running_requests=REQUESTS)
+    spec = SimpleNamespace(speculative_num_draft_tokens=None if depth is None else 1 + depth)
+    monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
+    monkeypatch.setattr(runtime, "get_schedule", lambda: schedule)
+    monkeypatch.setattr(runtime, "get_spec", lambda: spec)
+    monkeypatch.setattr(runtime, "_graph_sizes", lambda: sizes)
+    monkeypatch.setattr(cache, "compute_swa_request_cap", lambda **_: PAGE)
+    monkeypatch.setenv("DEEPINFER_PLUGINS_VERIFY", verify)
+    monkeypatch.setenv("DEEPINFER_BATCH_INVARIANT", "0")
+    reserved = runtime._record_bytes(network.config)
+    assert reserved == (4 * (REQUESTS + 1) * 5 * network.config.vocab_size if takes else 0)
+
+    def tokens(available: int, reserved: int) -> int:
+        kvc = SimpleNamespace(page_size=PAGE, sliding_window_size=PAGE, attn_dp_size=1, device="cuda")
+        pools = cache.Sizes(kvc, cache_specs(network.config, draft=True), reserved)
+        return pools.calculate_pool_sizes(available, PAGE).max_total_num_tokens
+
+    assert tokens(10 << 20, reserved) == tokens((10 << 20) - reserved, 0) > 0
+    assert (tokens(10 << 20, reserved) < tokens(10 << 20, 0)) == takes
+
+
 def test_which_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepinfer_plugins.platforms import detect
     from deepinfer_plugins.platforms.chip import Defaults
