@@ -7,6 +7,7 @@ real library.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 from collections.abc import Iterator
@@ -139,6 +140,20 @@ def test_is_chosen_by_name_alone(
 
 
 @every_vendor
+def test_invariant_mode_takes_torch_before_what_has_not_run(
+    provider: Provider, stand_ins: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "triton" else find_spec(name)
+    )
+    for arch in provider.archs:
+        choice = choose(provider.op, Want(arch))
+        assert choice.provider.name == "torch"
+        assert choice.passed_over[provider.name].startswith("not run on hardware: batch invariance unchecked")
+
+
+@every_vendor
 def test_passes_on_what_the_library_expects(provider: Provider, stand_ins: None) -> None:
     tests = CASES[provider.op]()
     served = set()
@@ -168,6 +183,13 @@ def test_keys_and_value_of_one_projection_are_not_copied(
     )
     case.call(provider.load())
     assert passed[0].data_ptr() == case.args["keys"].data_ptr()
+
+
+def test_keys_and_value_of_two_projections_are_not_mixed_up(stand_ins: None) -> None:
+    provider = next(provider for provider in VENDORS if provider.op == "engram_gate")
+    case = _EngramGate().case(Draw(CPU), 5, "wide, one projection")
+    other = Draw(CPU, seed=1).normal(5, 5, 512)
+    check_agreement(provider, dataclasses.replace(case, args=case.args | {"value": other[:, 4]}))
 
 
 def test_multiplying_by_the_reciprocal_of_448_gives_the_scales_of_a_division() -> None:
