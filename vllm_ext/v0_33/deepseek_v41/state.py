@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from deepinfer_plugins.core.settings import Settings
+from deepinfer_plugins.features.sampling import choose_verify
 from deepinfer_plugins.model.step import NO_TOKEN
 from deepinfer_plugins.vllm_ext.v0_33 import api
 from deepinfer_plugins.vllm_ext.v0_33.deepseek_v41.sampling import Sampler, Verifier
@@ -39,6 +40,8 @@ class DeepseekV41State(api.DefaultModelState):
     """
 
     supports_prompt_embeds = False
+    # Drafts of a request whose distributions are to be kept from the start; 0: no such room is needed by then.
+    _record_depth = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -57,12 +60,22 @@ class DeepseekV41State(api.DefaultModelState):
         return inputs
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        # Here, since it is before the step by which vLLM measures what is left for caches.
+        if self._record_depth:
+            self.sampler.state.reserve_record(self._record_depth)
         inputs: dict[str, Any] = super().prepare_dummy_inputs(num_reqs, num_tokens)
         inputs["context_ids"] = self._context_ids[:num_reqs]
         return inputs
 
     def custom_sampler(self, sampler: api.Sampler) -> tuple[Sampler, Verifier | None]:
-        self.sampler = Sampler(sampler, self.model.model.ops, Settings.from_env().verify)
+        setting, invariant = Settings.from_env().verify, bool(api.envs.VLLM_BATCH_INVARIANT)
+        self.sampler = Sampler(sampler, self.model.model.ops, setting)
+        if (
+            self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+            and choose_verify(setting, False, invariant) == "rejection"
+        ):
+            # Graphs of drafts write to a table of them.
+            self._record_depth = self.vllm_config.num_speculative_tokens
         return self.sampler, Verifier(self.sampler) if self.vllm_config.num_speculative_tokens else None
 
     def add_request(self, req_index: int, new_req_data: api.NewRequestData) -> None:
