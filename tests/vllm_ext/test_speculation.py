@@ -227,6 +227,45 @@ class TestFive:
         for index, tokens in finished.items():
             assert tokens == plain.all[index][0], index
 
+    def test_a_grammar_error_ends_its_request_alone(
+        self, five: Any, asked: Any, plain: Plain, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of one request the grammar can't be made, of another it refuses tokens that it let through."""
+        engine, unmade, refused, others = five.llm.llm_engine, 11, 14, (3, 4, 10, 13)
+        manager = engine.engine_core.engine_core.structured_output_manager
+        make, accept, refusals = manager._create_grammar, manager.accept_tokens, []
+
+        def is_number(index: int, request: Any) -> bool:
+            return request.request_id.startswith(f"{index}-")
+
+        def make_or_fail(request: Any) -> Any:
+            if is_number(unmade, request):
+                raise ValueError("no such grammar")
+            return make(request)
+
+        def accept_or_refuse(request: Any, tokens: list[int]) -> Any:
+            if is_number(refused, request) and request.num_output_tokens > 4:
+                refusals.append(tokens)
+                return False
+            return accept(request, tokens)
+
+        monkeypatch.setattr(manager, "_create_grammar", make_or_fail)
+        monkeypatch.setattr(manager, "accept_tokens", accept_or_refuse)
+        for index in (unmade, refused, *others):
+            prompt, kind = asked[index]
+            engine.add_request(str(index), {"prompt_token_ids": prompt}, parameters(kind))
+        finished: dict[int, tuple[str, list[int]]] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    (sample,) = output.outputs
+                    finished[int(output.request_id)] = sample.finish_reason, list(sample.token_ids)
+        assert finished.pop(unmade) == ("error", [])
+        reason, tokens = finished.pop(refused)
+        assert reason == "error" and 4 < len(tokens) and tokens == plain.all[refused][0][: len(tokens)]
+        assert len(refusals) == 1
+        assert finished == {index: (plain.all[index][1], plain.all[index][0]) for index in others}
+
     def test_rejection_samples_something_plausible(self, five: Any, prompts: Any) -> None:
         """Without a seed, by default; that the distribution is right is tested where it is made.
 
