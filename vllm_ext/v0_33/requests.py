@@ -184,8 +184,9 @@ def naming_in_streamed_chats(original: Callable[..., Any]) -> Callable[..., Any]
 def _note_seeds(seeds: dict[int, int], samples: Iterable[Any], first: int = 0) -> None:
     """Add what is known now, by index of the choice; ``first`` is that of the prompt's first."""
     for sample in samples:
-        if sample.seed is not None:
-            seeds[first + sample.index] = sample.seed
+        # A beam search makes outputs of its own, which have none.
+        if (seed := getattr(sample, "seed", None)) is not None:
+            seeds[first + sample.index] = seed
 
 
 def _name_seeds(choices: Iterable[Any], samples: Iterable[Any]) -> None:
