@@ -210,7 +210,7 @@ def _own_model(server_args: Any, previous: Any) -> None:
 
         Checkpoint.open(cfg.model_path)
     ensure_active()
-    _name_seeds()
+    _at_the_front()
     # Before, so that what the native step derives from these is right; after, because it sets two of them
     # for its own backend whatever was asked.
     declare_resolution(server_args, "deepinfer", **_defaults(server_args))
@@ -239,12 +239,13 @@ def ensure_active() -> None:
         )
 
 
-def _name_seeds() -> None:
+def _at_the_front() -> None:
     """Here, because this runs in the process that takes requests, and only for our model."""
     from deepinfer_plugins.core import patch
-    from deepinfer_plugins.sglang_ext import seeds
+    from deepinfer_plugins.sglang_ext import parameters, seeds
     from deepinfer_plugins.sglang_ext.v0_5_23 import patches
 
+    patch.wrap(patches.PARAMETERS, parameters.checking)
     patch.wrap(patches.PARALLEL_SEEDS, seeds.numbering)
     patch.wrap(patches.SEEDS_NOTED, seeds.noting)
     patch.wrap(patches.SEEDS_IN_COMPLETIONS, seeds.naming)

@@ -62,6 +62,17 @@ SEED_REPORT = Patch(
     remove_when="SGLang reports the seed that a request was sampled with",
     parameters=("self", "key"),
 )
+PARAMETERS = Patch(
+    target="sglang.srt.sampling.sampling_params:SamplingParams.verify",
+    why=(
+        "values that SGLang's own tensors cannot hold pass it, and take the scheduler down and with it every other "
+        "request: stop tokens outside the vocabulary with min_new_tokens, a top_k or min_new_tokens of more than 32 "
+        "bits or that is no whole number, a logit_bias that is no number"
+    ),
+    upstream="none",
+    remove_when="SGLang refuses these",
+    parameters=("self", "vocab_size"),
+)
 PARALLEL_SEEDS = Patch(
     target="sglang.srt.managers.tokenizer_manager:TokenizerManager._send_one_request",
     why="the n samples of a request with a seed would be n times the same",
@@ -166,7 +177,7 @@ ASSIGN_SLOTS = Patch(
     parameters=("req_pool_indices", "req_to_token", "start_offset", "end_offset", "out_cache_loc"),
 )
 
-# Those from PARALLEL_SEEDS to SEEDS_IN_STREAMED_CHATS are made in the process that takes requests, the others in the
+# Those from PARAMETERS to SEEDS_IN_STREAMED_CHATS are made in the process that takes requests, the others in the
 # one that builds the model: from DRAFTING on only if it drafts, the last two on a CPU.
 PATCHES: tuple[Patch, ...] = (
     KV_POOL,
@@ -175,6 +186,7 @@ PATCHES: tuple[Patch, ...] = (
     ADMIT,
     SAMPLE,
     SEED_REPORT,
+    PARAMETERS,
     PARALLEL_SEEDS,
     SEEDS_NOTED,
     SEEDS_IN_COMPLETIONS,

@@ -126,6 +126,17 @@ BAD: dict[str, dict[str, Any]] = {
     "id beyond the vocabulary": {"input_ids": [5, 1024]},
     "negative id": {"input_ids": [5, -1]},
     "temperature below zero": {"input_ids": [5], "sampling_params": {"temperature": -1}},
+    "a stop token that is none": {
+        "input_ids": [5],
+        "sampling_params": {"stop_token_ids": [999999], "min_new_tokens": 4},
+    },
+    "a top_k of more than 32 bits": {"input_ids": [5], "sampling_params": {"top_k": 2**40}},
+    "a top_k that is a fraction": {"input_ids": [5], "sampling_params": {"top_k": 2.5}},
+    "a min_new_tokens of more than 32 bits": {
+        "input_ids": [5],
+        "sampling_params": {"min_new_tokens": 2**31, "max_new_tokens": 2**40},
+    },
+    "a bias that is no number": {"input_ids": [5], "sampling_params": {"logit_bias": {"3": "abc"}}},
     "an image": {"text": "what is this?", "image_data": "https://example.invalid/image.png"},
 }
 
