@@ -14,6 +14,7 @@ from deepinfer_plugins.features import seed_report
 from deepinfer_plugins.features.sampling import child_seed, signed_seed
 
 # In a request's ``meta_info``: the seed, as a number that a request may give as ``sampling_seed``.
+# Verified by rejection, the answer also depends on where windows of drafts began.
 SEED_KEY = "sampling_seed"
 # On SGLang's object of a request: the seeds of its choices, as far as they are known.
 _NOTED = "deepinfer_seeds"

@@ -8,13 +8,14 @@ import math
 import string
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 
-from deepinfer_plugins.features.cost_curve import PHASES
+from deepinfer_plugins.features.cost_curve import PHASES, CostCurve
 from deepinfer_plugins.features.sampling import SamplingParams
 
 POISON = {"DEEPINFER_TEST_POISON_CACHES": "1"}
@@ -38,7 +39,7 @@ def five(serve: Any) -> Iterator[Any]:
     """Five drafts by SGLang's flags, every one verified."""
     with serve(
         *("--speculative-algorithm", "DSPARK", "--speculative-dspark-block-size", "5"),
-        *("--chunked-prefill-size", "128", "--enable-metrics"),
+        *("--chunked-prefill-size", "128", "--enable-metrics", "--reasoning-parser", "deepseek-v41"),
         **POISON,
     ) as running:
         yield running
@@ -59,20 +60,27 @@ def eight(serve: Any) -> Iterator[Any]:
         DEEPINFER_USE_NEXTN_DECODE="8",
         DEEPINFER_ENABLE_MTP_VARLEN="1",
         DEEPINFER_PLUGINS_VERIFY_BUDGET="random:3",
+        DEEPINFER_PLUGINS_VERIFY="coupling",
         **POISON,
     ) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def tight(serve: Any) -> Iterator[Any]:
-    """One draft, any number of requests' verified, and memory for fewer requests than are admitted."""
+def costs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where ``tight`` keeps what its steps cost."""
+    return tmp_path_factory.mktemp("costs")
+
+
+@pytest.fixture(scope="module")
+def tight(serve: Any, costs: Path) -> Iterator[Any]:
+    """Two drafts, verified as far as that pays, and memory for fewer requests than are admitted."""
     with serve(
-        *("--page-size", "1", "--chunked-prefill-size", "32", "--enable-mixed-chunk"),
-        *("--max-total-tokens", "400", "--schedule-conservativeness", "0.05"),
-        DEEPINFER_USE_NEXTN_DECODE="1",
+        *("--page-size", "1", "--chunked-prefill-size", "32", "--enable-mixed-chunk", "--enable-metrics"),
+        *("--max-total-tokens", "400", "--schedule-conservativeness", "0.05", "--max-running-requests", "16"),
+        DEEPINFER_USE_NEXTN_DECODE="2",
         SGLANG_RAGGED_VERIFY_MODE="compact",
-        DEEPINFER_PLUGINS_VERIFY_BUDGET="random:4",
+        DEEPINFER_DECODE_PERF_CACHE_DIR=str(costs),
         **POISON,
     ) as running:
         yield running
@@ -219,6 +227,36 @@ def test_drafts_follow_grammars(five: Any, checkpoint: Any, prompts: list[list[i
         assert answer["meta_info"]["spec_verify_ct"] == 5
 
 
+def test_a_reasoning_s_end_inside_a_window(
+    five: Any, sampled: Any, checkpoint: Any, prompts: list[list[int]]
+) -> None:
+    """The grammar begins behind it, at a draft: what is before is as without a grammar."""
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    think_end, letter, word = (tokenizer.token_to_id(text) for text in ("</think>", "q", "a"))
+    assert tokenizer.encode("qq", add_special_tokens=False).ids == [letter] * 2
+    # Once the word was said, the reasoning's end is more probable, by far: its drafts are accepted.
+    bias, penalty = {word: 90.0, think_end: 60.0}, 2.0
+    chosen, seeds = prompts[3:7], (None, 3, 4, 5)
+    of_the_loop = [
+        SamplingParams(seed or 0, 0.0 if seed is None else 1.0, logit_bias=bias, repetition_penalty=penalty)
+        for seed in seeds
+    ]
+    given = [
+        {"logit_bias": bias, "repetition_penalty": penalty, "regex": "q{19}", "ignore_eos": False}
+        | ({"temperature": 0} if seed is None else {"sampling_seed": seed})
+        for seed in seeds
+    ]
+    answers = five.ask(chosen, given, 40, require_reasoning=True)
+    inside = 0
+    for answer, made in zip(answers, sampled(chosen, of_the_loop, COUNT), strict=True):
+        before = made.token_ids[: made.token_ids.index(think_end) + 1]
+        assert answer["output_ids"][:-1] == before + [letter] * 19
+        assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+        # A step brings six tokens at most; these are as many as if the reasoning's end had been the last of its step.
+        inside += answer["meta_info"]["spec_verify_ct"] < -(-(len(before) - 1) // 6) + -(-20 // 6)
+    assert inside
+
+
 def test_logprobs(server: Any, drafting: Any, cases: Any, prompts: list[list[int]]) -> None:
     """Of every token and of the best of each position, as without drafts, to the bit."""
     params = [cases[index][0] for index in (0, 3, 5)]
@@ -251,8 +289,14 @@ def test_aborted_requests(drafting: Any, sampled: Any, few: Any, prompts: list[l
     assert tokens(drafting.ask([prompts[5]] * 4, [given] * 4, 40)) == [made.token_ids] * 4
 
 
-def test_retraction(tight: Any, reference: Any, sampled: Any, prompts: list[list[int]]) -> None:
-    """Eight requests that do not fit: some are thrown out in the middle, and start again with what they have."""
+def test_retraction(tight: Any, costs: Path, reference: Any, sampled: Any, prompts: list[list[int]]) -> None:
+    """Eight requests that do not fit: some are thrown out in the middle, and start again with what they have.
+
+    Verification is scheduled, by what steps were measured to cost.
+    """
+    (file,) = costs.iterdir()
+    curve = CostCurve.load(file)
+    assert curve.largest == 16 * 3 and len(curve.sizes) > 8
     group = [prompt for prompt in prompts if len(prompt) <= 63]
     params: list[dict[str, Any]] = [{"temperature": 0, "ignore_eos": False} for _ in group]
     params[2] = {"sampling_seed": 4, "frequency_penalty": 0.4, "ignore_eos": False}
@@ -263,7 +307,9 @@ def test_retraction(tight: Any, reference: Any, sampled: Any, prompts: list[list
         if index == 2:
             assert found == made.token_ids[: len(found)]
         else:
-            reference.check(prompt, found, "one draft, retraction")
+            reference.check(prompt, found, "two drafts, retraction")
+    verified = counters(tight)["budget_tokens_total"]
+    assert 0 < verified <= counters(tight)["drafted_tokens_total"]
 
 
 def test_rejection_keeps_what_coupling_does_not_promise(five: Any, prompts: list[list[int]]) -> None:
@@ -282,6 +328,15 @@ def test_rejection_keeps_what_coupling_does_not_promise(five: Any, prompts: list
     answers = five.ask([prompts[4]] * 6, [free] * 6)
     assert {token for found in tokens(answers) for token in found} == {3, 17}
     assert len({tuple(found) for found in tokens(answers)}) == 6
+
+
+def test_a_reported_seed_repeats_an_answer_by_coupling(eight: Any, prompts: list[list[int]]) -> None:
+    """Whatever of its drafts was verified."""
+    free = {"max_new_tokens": 24, "ignore_eos": True}
+    one, other = eight.ask([prompts[5]] * 2, [free] * 2)
+    (seed,) = one["meta_info"]["sampling_seed"]
+    (again,) = eight.ask([prompts[5]], [{**free, "sampling_seed": seed}])
+    assert again["output_ids"] == one["output_ids"] != other["output_ids"]
 
 
 def test_counters(five: Any, eight: Any, few: Any, prompts: list[list[int]]) -> None:

@@ -269,12 +269,12 @@ class TestFive:
     def test_rejection_samples_something_plausible(self, five: Any, prompts: Any) -> None:
         """Without a seed, by default; that the distribution is right is tested where it is made.
 
-        The temperature makes the three that are left about equally likely, so that no two answers are the same.
+        The temperature, vLLM's highest, brings the three that are left closer: no two answers are the same.
         """
         from vllm import SamplingParams
 
         before = sum(accepted(five))
-        free = SamplingParams(temperature=20.0, max_tokens=24, ignore_eos=True, detokenize=False, **FEW)
+        free = SamplingParams(temperature=2.0, max_tokens=24, ignore_eos=True, detokenize=False, **FEW)
         tokens = [{"prompt_token_ids": prompt} for prompt in prompts[:8]]
         outputs = five.llm.generate(tokens, free, use_tqdm=False)
         assert all(len(output.outputs[0].token_ids) == 24 for output in outputs)
