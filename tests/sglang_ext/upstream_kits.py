@@ -6,7 +6,8 @@ Left out, and why: ``SpecAccuracyKit`` and ``SpecPerfKit`` download GSM8K; ``Spe
 states and ``SpecSamplingMaskKit`` for sampling masks, which the plugin refuses; ``BasicDecodeCorrectnessMixin``, the
 kits of evaluations and the tests that are None below ask for knowledge that the small checkpoint lacks, such as where
 an answer ends; ``JSONModeMixin`` leaves the word out of its prompts that SGLang's own encoding of this model's chats
-demands (status 400 before the engine); ``WaitingTimeoutMixin`` and ``RunningTimeoutTwoWaveMixin`` need servers of their own.
+demands (status 400 before the engine); ``WaitingTimeoutMixin`` and ``RunningTimeoutTwoWaveMixin`` need servers of
+their own.
 """
 
 from __future__ import annotations
