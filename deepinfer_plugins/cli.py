@@ -180,7 +180,7 @@ def verify(
     Also from prompts in chunks or in the cache, when a request ends inside a window of drafts, beside requests that are
     aborted, and after preemptions. A run in which none of that happened does not count as equal.
 
-    The exit status is 1 if a token or a log-probability differs, and 2 if it can't be tried.
+    The exit status is 1 if a token or a log-probability differs or a run shows nothing, and 2 if it can't be tried.
     """
     from deepinfer_plugins.commands.verify import Options, main
 

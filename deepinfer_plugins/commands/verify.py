@@ -99,7 +99,8 @@ def main(options: Options, as_json: bool) -> int:
     """Verify, and print a table or JSON.
 
     Returns:
-        Exit status: 0 if all is equal, 1 if not, 2 if it could not be tried, which is then said on standard error.
+        Exit status: 0 if all is equal, 1 if not or if a check shows nothing, 2 if it could not be tried, which is then
+        said on standard error.
     """
     errors = Console(stderr=True)
     started = time.monotonic()
@@ -487,5 +488,6 @@ def show(options: Options, folder: Path, checks: list[Check], version: str, cons
             )
         elif check.missing:
             console.print(
-                f"[red]{escape(check.name)}[/]: shows nothing, for this never happened: {', '.join(check.missing)}"
+                f"[red]{escape(check.name)}[/]: shows nothing, for this never happened: {', '.join(check.missing)}; "
+                "ask more or longer (--requests, --max-tokens, --longest)"
             )
