@@ -55,7 +55,7 @@ def open_checkpoint() -> Checkpoint:
 def build(checkpoint: Checkpoint, device: torch.device) -> DeepseekV41:
     """The model with its weights still empty, and SGLang's pools and attention made to fit it."""
     config = checkpoint.config
-    depth = (get_spec().speculative_num_draft_tokens or 1) - 1
+    depth = _depth()
     _install(config, depth > 0, device)
     wanted = want(Settings.from_env())
     _LOG.info("DeepSeek-V4.1 by deepinfer_plugins on %s, for %s", device, wanted)
@@ -75,6 +75,11 @@ def sampling(network: DeepseekV41) -> Sampling:
     """What samples from the model's logits."""
     settings = Settings.from_env()
     return Sampling(network.ops, settings.verify, want(settings).batch_invariant)
+
+
+def _depth() -> int:
+    """Drafts per step; SGLang counts the token that they follow too."""
+    return (get_spec().speculative_num_draft_tokens or 1) - 1
 
 
 def load_weights(network: DeepseekV41, checkpoint: Checkpoint) -> None:
@@ -130,7 +135,7 @@ def _capturing(original: Callable[..., Any]) -> Callable[..., Any]:
         backend = model_runner.attn_backend
         if not isinstance(backend, StepBackend):
             return original(model_runner=model_runner)
-        depth = (get_spec().speculative_num_draft_tokens or 1) - 1
+        depth = _depth()
         started, taken = time.monotonic(), 0.0
         if sizes := _graph_sizes():
             before = torch.cuda.mem_get_info()[0]
@@ -157,7 +162,7 @@ def _graph_sizes() -> list[int]:
 
 def _record_bytes(config: ModelConfig) -> int:
     """Bytes of the table that graphs of drafts write to where drafts may be verified by rejection."""
-    settings, depth = Settings.from_env(), (get_spec().speculative_num_draft_tokens or 1) - 1
+    settings, depth = Settings.from_env(), _depth()
     verify = choose_verify(settings.verify, False, want(settings).batch_invariant)
     if not depth or not _graph_sizes() or verify != "rejection":
         return 0

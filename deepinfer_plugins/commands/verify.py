@@ -237,12 +237,12 @@ class Verification:
                 elif not way.drafts:
                     yield from self._without_drafts(engine, way)
                 else:
-                    also = way.drafts != self._options.drafts
-                    once = also and not self._options.thorough
-                    for at_once in [self._options.at_once] if once else self._options.concurrency:
+                    usual = way.drafts == self._options.drafts
+                    everywhere = usual or self._options.thorough
+                    for at_once in self._options.concurrency if everywhere else [self._options.at_once]:
                         check, answers = self._beside(engine, way, at_once)
                         yield check
-                    if not also and not way.scheduled:
+                    if usual and not way.scheduled:
                         yield from self._events(engine, way, answers)
 
     def _without_drafts(self, engine: Running, way: Way) -> Iterator[Check]:

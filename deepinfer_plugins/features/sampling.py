@@ -312,10 +312,13 @@ class SamplingState:
         temperature = 0.0 if params.greedy else params.temperature
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         floats = (temperature, params.min_p, params.top_p, *penalties)
-        seed = params.seed % _SEEDS
-        seed = seed - _SEEDS if seed >= _SEEDS // 2 else seed
         min_position = len(prompt) + params.min_tokens
-        ints = (seed, min(params.top_k, self.vocab_size), int("rejection" in used), min_position)
+        ints = (
+            signed_seed(params.seed),
+            min(params.top_k, self.vocab_size),
+            int("rejection" in used),
+            min_position,
+        )
         self._floats[:, slot] = self._send(floats, torch.float64)
         self._ints[:, slot] = self._send(ints)
         self._set_bias(slot, params)

@@ -184,14 +184,17 @@ def naming_in_streamed_chats(original: Callable[..., Any]) -> Callable[..., Any]
 def _note_seeds(seeds: dict[int, int], samples: Iterable[Any], first: int = 0) -> None:
     """Add what is known now, by index of the choice; ``first`` is that of the prompt's first."""
     for sample in samples:
-        # A beam search makes outputs of its own, which have none.
-        if (seed := getattr(sample, "seed", None)) is not None:
+        if (seed := _seed(sample)) is not None:
             seeds[first + sample.index] = seed
 
 
 def _name_seeds(choices: Iterable[Any], samples: Iterable[Any]) -> None:
     """vLLM's models of answers take fields beyond OpenAI's."""
     for choice, sample in zip(choices, samples, strict=True):
-        seed = getattr(sample, "seed", None)
-        if seed is not None:
+        if (seed := _seed(sample)) is not None:
             choice.seed = seed
+
+
+def _seed(sample: Any) -> int | None:
+    """None of a beam search's sample, whose output vLLM makes past ``reporting``."""
+    return getattr(sample, "seed", None)
