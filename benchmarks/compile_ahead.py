@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,11 @@ def provider_of(op: str, name: str) -> Callable[..., Any] | None:
 
 
 def compile_ahead(
-    jobs: Sequence[tuple[str, int, Any]], preset_name: str, arch: int = 0, forced: Forced | None = None
+    jobs: Sequence[tuple[str, int, Any]],
+    preset_name: str,
+    arch: int = 0,
+    forced: Forced | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Compile what each job launches, and launch nothing.
 
@@ -56,6 +60,7 @@ def compile_ahead(
         preset_name: Sizes of the cases.
         arch: Compute capability, e.g. 90; 0 for that of the chip here.
         forced: Gives a context for a case, in which the provider is to be called; it must be importable.
+        names: The provider by operator; that of Triton where none is named.
 
     Returns:
         What did not compile, and why.
@@ -64,7 +69,9 @@ def compile_ahead(
     if not arch:
         major, minor = torch.cuda.get_device_capability()
         arch = 10 * major + minor
-    one = functools.partial(_compile, preset_name=preset_name, arch=arch, forced=forced)
+    one = functools.partial(
+        _compile, preset_name=preset_name, arch=arch, forced=forced, names=dict(names or {})
+    )
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         notes = list(filter(None, pool.map(one, jobs)))
     for note in notes:
@@ -93,7 +100,9 @@ class _Blank(Draw):
         return torch.empty(rows, count, dtype=torch.int64)
 
 
-def _compile(job: tuple[str, int, Any], preset_name: str, arch: int, forced: Forced | None) -> str:
+def _compile(
+    job: tuple[str, int, Any], preset_name: str, arch: int, forced: Forced | None, names: Mapping[str, str]
+) -> str:
     """Compile one job; returns why it could not, or nothing."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver, jit
@@ -118,7 +127,7 @@ def _compile(job: tuple[str, int, Any], preset_name: str, arch: int, forced: For
 
     name, n, choice = job
     case = find(name, preset_name)
-    function = provider_of(case.op, "triton")
+    function = provider_of(case.op, names.get(case.op, "triton"))
     if function is None:
         return ""
     context = forced(case, choice) if forced else contextlib.nullcontext()
