@@ -263,8 +263,13 @@ def _launch(x, x_scales, weight, weight_scales, out, groups, splits) -> None:
             **options,
         )
     if separate:
-        size = n * groups * m
-        _add_parts[(triton.cdiv(size, 1024),)](out, sums, size, groups * m, out.stride(0), splits, 1024)
+        add_parts(sums, out)
+
+
+def add_parts(sums: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the sum of float32 ``sums [parts, n, m]`` over its first dimension, in order, to ``out [n, m]``."""
+    splits, n, m = sums.shape
+    _add_parts[(triton.cdiv(n * m, 1024),)](out, sums, n * m, m, out.stride(0), splits, 1024)
 
 
 @triton.jit

@@ -11,6 +11,9 @@ from deepinfer_plugins.kernels.spec import is_installed
 # SGLang depends on the package, vLLM ships a copy.
 DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
 
+# Triton's lower-level language, with the matrix unit of SM90.
+GLUON = "triton.experimental.gluon.language.nvidia.hopper:warpgroup_mma"
+
 
 class UnsupportedShape(ValueError):
     """A library's function does not take these sizes."""

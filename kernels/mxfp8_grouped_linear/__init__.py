@@ -3,8 +3,21 @@
 from deepinfer_plugins.core.target import Arch
 from deepinfer_plugins.kernels.registry import register
 from deepinfer_plugins.kernels.spec import Bitwise, Provider, Within
-from deepinfer_plugins.kernels.vendors import needs_deep_gemm
+from deepinfer_plugins.kernels.vendors import GLUON, needs_deep_gemm
 
+register(
+    Provider(
+        op="mxfp8_grouped_linear",
+        name="gluon",
+        path="deepinfer_plugins.kernels.mxfp8_grouped_linear.gluon:mxfp8_grouped_linear",
+        archs=frozenset({Arch.SM90}),
+        batch_invariant=True,
+        # The bits of triton.
+        agrees=Within(atol=2.0**-5, rtol=2.0**-7),
+        needs=(GLUON,),
+        capturable=True,
+    )
+)
 # Not run on hardware on an SM100.
 register(
     Provider(

@@ -1,0 +1,369 @@
+"""Products of MXFP8 rows with an MXFP8 weight in Gluon, for SM90: what the ``gluon`` providers share.
+
+The bits are those of ``triton_matmul.py``: exact products, sums in float32 in steps of the matrix unit from the start of
+a part of the row to its end, and then the parts one after the other. What differs is how the weight gets there. The
+chip's copying unit (TMA) brings it as words of four e4m3 bytes, some steps ahead; they are decoded in registers, in the
+layout in which the matrix unit wants its left operand, and the next step is decoded while this one is multiplied.
+Triton decodes into one layout and passes the numbers through shared memory to the other, which costs more than the
+product itself.
+
+A thread's word must hold what the matrix unit wants of that thread: so the columns of every 16 are taken in the order
+``COLUMNS``, in the weight by reading it so and in the rows by decoding them so. The unit adds up 16 columns at once,
+and the order within them is not part of the sum.
+
+Scales are folded in as powers of two: rows are multiplied by 2^40 and weights divided by it, so that a weight's
+factor, 2^120 to put e4m3 bits right included, is a bfloat16. Exact for scales of weights from 2^-71 to 2^47 and for
+scales of rows up to 2^78, a thousand million times beyond what either is in a model. A scale that is NaN gives NaN;
+a weight's code that is NaN (0x7F, 0xFF), which no checkpoint has, reads as 480.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from deepinfer_plugins.kernels import triton_matmul
+from deepinfer_plugins.kernels.triton_formats import decode_e4m3, decode_ue8m0, to_bfloat16
+
+# What column of every 16 stands at each place of the operands.
+COLUMNS = (0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)
+
+_SHIFT = tl.constexpr(2.0**40)
+
+# Whether the product may start, and fetch its weight, while the rows are being decoded.
+_OVERLAP = True
+
+# Programs that run at a time on a chip where two, or three, fit a multiprocessor. Constants, not the chip's own.
+_PAIRS, _TRIPLES = 264, 396
+
+
+class Tiling(NamedTuple):
+    """How a product is cut into programs. None of it changes a bit of the result."""
+
+    outputs: int
+    rows: int
+    num_warps: int
+    num_stages: int
+
+
+_FEW = {16: Tiling(64, 16, 4, 8), 32: Tiling(64, 32, 4, 8), 64: Tiling(64, 64, 4, 6)}
+_SOME = Tiling(64, 128, 4, 4)
+# One sum fits the registers of this tile, two fit those of the next.
+_MANY = Tiling(128, 256, 8, 4)
+_MANY_TOGETHER = Tiling(128, 128, 8, 6)
+
+
+def tiling(n: int, m: int, groups: int, splits: int) -> tuple[Tiling, bool]:
+    """The tiling for ``n`` rows and ``m`` outputs in each group, and whether each part gets its own program."""
+
+    def programs(tile: Tiling) -> int:
+        return groups * triton.cdiv(m, tile.outputs) * triton.cdiv(n, tile.rows)
+
+    if n <= 64:
+        tile = _FEW[max(16, triton.next_power_of_2(n))]
+        return tile, splits > 1 and programs(tile) < _PAIRS
+    if n <= 256:
+        separate = splits > 1 and programs(_SOME) < _PAIRS
+        one_wave = _PAIRS < programs(_SOME) * (splits if separate else 1) <= _TRIPLES
+        return (_SOME._replace(num_stages=3) if one_wave else _SOME), separate
+    separate = splits > 1 and programs(_MANY) < _PAIRS
+    return (_MANY if separate or splits == 1 else _MANY_TOGETHER), separate
+
+
+def can_serve(weight: torch.Tensor, weight_scales: torch.Tensor, groups: int) -> bool:
+    """Whether this weight, whatever the number of rows, lies so that the kernels here can read it."""
+    m, k = weight.shape[0] // groups, weight.shape[1]
+    aligned = weight.is_contiguous() and weight.data_ptr() % 16 == 0
+    aligned = aligned and weight_scales.is_contiguous() and weight_scales.data_ptr() % 4 == 0
+    return m > 0 and k > 0 and k % (128 * triton_matmul.num_splits(k, m)) == 0 and aligned
+
+
+def mxfp8_matmul(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    out: torch.Tensor,
+    groups: int = 1,
+) -> None:
+    """As :func:`triton_matmul.mxfp8_matmul`, with its bits; a weight that is not ``can_serve`` is left to it.
+
+    Workspace: bfloat16 rows, at most 128 MiB, and the sums of parts where these are programs of their own.
+    """
+    if not can_serve(weight, weight_scales, groups):
+        triton_matmul.mxfp8_matmul(values, scales, weight, weight_scales, out, groups)
+        return
+    n, width = values.shape
+    values, weight = values.view(torch.uint8), weight.view(torch.uint8)
+    at_once = max(1, triton_matmul._ROW_ELEMENTS // width)
+    for start in range(0, n, at_once):
+        rows = slice(start, start + at_once)
+        # Rows are passed on without a name, so that they are freed before the next part is decoded.
+        _launch(decode_rows(values[rows], scales[rows]), weight, weight_scales, out[rows], groups)
+
+
+def decode_rows(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Bfloat16 ``[n, d]`` of e4m3 bytes ``values [n, d]``, times 2^40, columns in the order ``COLUMNS``."""
+    n, d = values.shape
+    out = torch.empty(n, d, dtype=torch.bfloat16, device=values.device)
+    rows, columns = (2, 512) if n <= 64 else (8, 512)
+    _decode_rows[(triton.cdiv(n, rows), triton.cdiv(d, columns))](
+        out, values, scales, n, d, values.stride(0), scales.stride(0), rows, columns, _OVERLAP
+    )
+    return out
+
+
+def _launch(x: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, out, groups: int) -> None:
+    n, m, k = x.shape[0], weight.shape[0] // groups, weight.shape[1]
+    splits = triton_matmul.num_splits(k, m)
+    tile, separate = tiling(n, m, groups, splits)
+    sums = torch.empty(splits, n, groups * m, dtype=torch.float32, device=x.device) if separate else out
+    words = weight.view(torch.int32)
+    x_tiles, weight_tiles = (
+        TensorDescriptor.from_tensor(operand, shape, gl.NVMMASharedLayout.get_default_for(shape, dtype))
+        for operand, shape, dtype in (
+            (x, [tile.rows, 64], gl.bfloat16),
+            (words, [tile.outputs, 16], gl.int32),
+        )
+    )
+    scales = weight_scales.view(torch.int32)
+    grid = (
+        triton.cdiv(m, tile.outputs) * triton.cdiv(n, tile.rows),
+        splits if separate else 1,
+        groups,
+    )
+    _matmul[grid](
+        sums,
+        x_tiles,
+        weight_tiles,
+        scales,
+        n,
+        m,
+        sums.stride(-2),
+        scales.stride(0),
+        K=k,
+        SPLITS=splits,
+        SEPARATE=separate,
+        OUTPUTS=tile.outputs,
+        ROWS=tile.rows,
+        STAGES=tile.num_stages,
+        OVERLAP=_OVERLAP,
+        num_warps=tile.num_warps,
+        launch_pdl=_OVERLAP,
+    )
+    if separate:
+        triton_matmul.add_parts(sums, out)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _decode_rows(
+    out,
+    values,
+    scales,
+    n,
+    d,
+    stride,
+    scales_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    source = column // 16 * 16 + column % 8 // 2 * 4 + column % 16 // 8 * 2 + column % 2
+    present = (row < n)[:, None] & (column < d)[None, :]
+    codes = tl.load(values + row[:, None] * stride + source[None, :], mask=present, other=0)
+    group = tl.program_id(1) * (COLUMNS // 32) + tl.arange(0, COLUMNS // 32)[None, :]
+    place = scales + row[:, None] * scales_stride + group
+    factor = decode_ue8m0(tl.load(place, mask=(row < n)[:, None] & (group * 32 < d), other=0)) * _SHIFT
+    wide = tl.reshape(decode_e4m3(codes), (ROWS, COLUMNS // 32, 32)) * factor[:, :, None]
+    numbers = to_bfloat16(tl.reshape(wide, (ROWS, COLUMNS)))
+    tl.store(out + row[:, None] * d + column[None, :], numbers, mask=present)
+
+
+@gluon.jit
+def _decode_words(words, factor, OUTPUTS: gl.constexpr, LEFT: gl.constexpr):
+    """The left operand ``[OUTPUTS, 64]`` of words ``[OUTPUTS, 16]``: each e4m3 number times its factor and 2^-120.
+
+    Two bytes at a time become the upper bytes of two bfloat16; shifted by four, exponent and fraction are where
+    bfloat16 has them, and the sign is put back.
+    """
+    a, b, c, d = gl.inline_asm_elementwise(
+        """{
+            .reg .b32 v, t;
+            prmt.b32 v, $4, 0, 0x1404;
+            shr.u32 t, v, 4;
+            and.b32 t, t, 0x07F007F0;
+            lop3.b32 t, v, 0x80008000, t, 0xEA;
+            mul.rn.bf16x2 t, t, $5;
+            mov.b32 {$0, $1}, t;
+            prmt.b32 v, $4, 0, 0x3424;
+            shr.u32 t, v, 4;
+            and.b32 t, t, 0x07F007F0;
+            lop3.b32 t, v, 0x80008000, t, 0xEA;
+            mul.rn.bf16x2 t, t, $5;
+            mov.b32 {$2, $3}, t;
+        }""",
+        "=h,=h,=h,=h,r,r",
+        [words, factor],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+    numbers = gl.join(gl.join(a, b), gl.join(c, d))
+    numbers = gl.permute(gl.reshape(numbers, [OUTPUTS, 4, 4, 2, 2]), [0, 1, 4, 2, 3])
+    # A layout that is not the operand's would be a mistake in the order of columns: an error, not a conversion.
+    return gl.convert_layout(gl.reshape(numbers, [OUTPUTS, 64]), LEFT, assert_trivial=True)
+
+
+@gluon.jit
+def _fetch(
+    x,
+    weight,
+    xs,
+    ws,
+    bars,
+    count,
+    row,
+    x_column,
+    output,
+    column,
+    do,
+    OUTPUTS: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Begin to copy the operands of step ``count`` to its stage, if ``do``."""
+    stage = count % STAGES
+    bar = bars.index(stage)
+    mbarrier.expect(bar, OUTPUTS * 64 + ROWS * 128, pred=do)
+    tma.async_copy_global_to_shared(weight, [output, column // 4], bar, ws.index(stage), pred=do)
+    tma.async_copy_global_to_shared(x, [row, x_column + column], bar, xs.index(stage), pred=do)
+
+
+@gluon.jit(do_not_specialize=["n"])
+def _matmul(
+    out,
+    x,
+    weight,
+    scales,
+    n,
+    m,
+    out_stride,
+    scales_stride,
+    K: gl.constexpr,
+    SPLITS: gl.constexpr,
+    SEPARATE: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    # Which tile: eight of the weight go side by side, so that what they read of the rows is still in the cache.
+    tiles_n, tiles_m = gl.cdiv(n, ROWS), gl.cdiv(m, OUTPUTS)
+    tile = gl.program_id(0)
+    band = tile // (8 * tiles_n)
+    height = gl.minimum(tiles_m - band * 8, 8)
+    within = tile % (8 * tiles_n)
+    first_row = within // height * ROWS
+    first_output = (band * 8 + within % height) * OUTPUTS
+    part, group = gl.program_id(1), gl.program_id(2)
+
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
+    # A thread has the words of two outputs eight apart, and every fourth column of them.
+    if num_warps == 8:
+        WARPS: gl.constexpr = [[16, 0], [32, 0], [64, 0]]
+    else:
+        WARPS: gl.constexpr = [[16, 0], [32, 0]]
+    if OUTPUTS == 32 * num_warps:
+        REGISTERS: gl.constexpr = [[8, 0], [0, 4], [0, 8], [16 * num_warps, 0]]
+    else:
+        REGISTERS: gl.constexpr = [[8, 0], [0, 4], [0, 8]]
+    WORDS: gl.constexpr = gl.DistributedLinearLayout(
+        REGISTERS, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], WARPS, [], [OUTPUTS, 16]
+    )
+    ws = gl.allocate_shared_memory(gl.int32, [STAGES, OUTPUTS, 16], weight.layout)
+    xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 64], x.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(bars.index(i), count=1)
+
+    # Known to the compiler, which otherwise waits for every product since there might be none.
+    LENGTH: gl.constexpr = K // SPLITS
+    STEPS: gl.constexpr = LENGTH // 64 if SEPARATE else K // 64
+    begin = part * LENGTH
+    weight_row = group * m + first_output
+    # The weight does not wait for the kernel that decodes the rows.
+    for i in gl.static_range(STAGES - 1):
+        bar = bars.index(i)
+        mbarrier.expect(bar, OUTPUTS * 64 + ROWS * 128, pred=i < STEPS)
+        tma.async_copy_global_to_shared(
+            weight, [weight_row, begin // 4 + i * 16], bar, ws.index(i), pred=i < STEPS
+        )
+    if OVERLAP:
+        gdc_wait()
+    for i in gl.static_range(STAGES - 1):
+        place = [first_row, group * K + begin + i * 64]
+        tma.async_copy_global_to_shared(x, place, bars.index(i), xs.index(i), pred=i < STEPS)
+
+    scale_row = (weight_row + gl.arange(0, OUTPUTS, gl.SliceLayout(1, WORDS))) // 32
+    scale_row = gl.minimum(scale_row, (group * m + m - 1) // 32)
+    scale_place = scales + scale_row * scales_stride + begin // 128
+    scale = gl.load(scale_place)
+    word = gl.arange(0, 16, gl.SliceLayout(0, WORDS))
+    total = gl.zeros([OUTPUTS, ROWS], gl.float32, ACC)
+    count = 0
+    for _ in range(1 if SEPARATE else SPLITS):
+        acc = gl.zeros([OUTPUTS, ROWS], gl.float32, ACC)
+        for _start in range(0, LENGTH, 128):
+            # The next step's word of scales; past the end the last is read again.
+            scale_place += gl.where(count + 2 < STEPS, 1, 0)
+            next_scale = gl.load(scale_place)
+            for half in gl.static_range(2):
+                stage = count % STAGES
+                mbarrier.wait(bars.index(stage), (count // STAGES) & 1)
+                words = ws.index(stage).load(WORDS)
+                powers = (scale[:, None] >> (16 * half + word // 8 * 8)[None, :]) & 0xFF
+                factor = gl.where(powers == 255, 0x7FC0, gl.minimum(powers + 80, 255) << 7)
+                left = _decode_words(words, factor | (factor << 16), OUTPUTS, LEFT)
+                acc = warpgroup_mma(left, xs.index(stage).permute((1, 0)), acc, is_async=True)
+                # The product before has read its stage, which is free for what comes STAGES - 1 steps later.
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                ahead = count + STAGES - 1
+                _fetch(
+                    x, weight, xs, ws, bars, ahead, first_row, group * K, weight_row, begin + ahead * 64,
+                    ahead < STEPS, OUTPUTS, ROWS, STAGES,
+                )  # fmt: skip
+                count += 1
+            scale = next_scale
+        total += warpgroup_mma_wait(0, deps=[acc])
+
+    ELEMENTS: gl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
+    LANES: gl.constexpr = min(32, OUTPUTS // ELEMENTS)
+    STORE: gl.constexpr = gl.BlockedLayout([ELEMENTS, 1], [LANES, 32 // LANES], [1, num_warps], [0, 1])
+    result = gl.convert_layout(total.to(out.dtype.element_ty), STORE)
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, STORE))
+    output = first_output + gl.arange(0, OUTPUTS, gl.SliceLayout(1, STORE))
+    if SEPARATE:
+        out += part.to(gl.int64) * n * out_stride
+    place = out + row.to(gl.int64)[None, :] * out_stride + (group * m + output)[:, None]
+    gl.store(place, result, mask=(output < m)[:, None] & (row < n)[None, :])
