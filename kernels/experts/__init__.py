@@ -3,7 +3,21 @@
 from deepinfer_plugins.core.target import Arch
 from deepinfer_plugins.kernels.registry import register
 from deepinfer_plugins.kernels.spec import Bitwise, Provider, Within
+from deepinfer_plugins.kernels.vendors import GLUON
 
+register(
+    Provider(
+        op="experts",
+        name="gluon",
+        path="deepinfer_plugins.kernels.experts.gluon:experts",
+        archs=frozenset({Arch.SM90}),
+        batch_invariant=True,
+        # As triton's, below.
+        agrees=Within(atol=2.0**-3, rtol=2.0**-7),
+        needs=(GLUON,),
+        capturable=True,
+    )
+)
 # Not run on hardware on an SM100.
 register(
     Provider(

@@ -68,10 +68,21 @@ def block_size(num_pairs: int, num_experts: int) -> int:
 _LAUNCH = {"OUTPUTS": 64, "num_warps": 4, "num_stages": 3}
 
 
-def _experts(out, values, scales, ids, weights, w13, w13_scales, w2, w2_scales, first_expert, limit) -> None:
-    n, topk = ids.shape
-    num_experts, k, d = w2.shape[0], w2.shape[1], w2.shape[2] * 2
-    num_pairs, device = n * topk, out.device
+def place_pairs(
+    ids: torch.Tensor, num_experts: int, first_expert: int
+) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """Blocks of slots, each for pairs of one expert.
+
+    Args:
+        ids: ``[n, topk]``, int64, contiguous; not empty. Pair ``i`` is ``ids.flatten()[i]``.
+        num_experts: That live here.
+        first_expert: Id of the first of them.
+
+    Returns:
+        Slots of a block; the pair of each slot, int32, -1 for none; and the expert of each block, counted from
+        ``first_expert``, int32, -1 for none. What the slots of a block without an expert hold is not defined.
+    """
+    num_pairs, device = ids.numel(), ids.device
     rows = block_size(num_pairs, num_experts)
     # Every expert that has a pair may leave all but one slot of its last block empty.
     num_blocks = (num_pairs + (rows - 1) * min(num_pairs, num_experts)) // rows
@@ -93,6 +104,14 @@ def _experts(out, values, scales, ids, weights, w13, w13_scales, w2, w2_scales, 
         BLOCK=block,
         EXPERTS=triton.next_power_of_2(num_experts),
     )
+    return rows, pairs, owners
+
+
+def _experts(out, values, scales, ids, weights, w13, w13_scales, w2, w2_scales, first_expert, limit) -> None:
+    n, topk = ids.shape
+    num_experts, k, d = w2.shape[0], w2.shape[1], w2.shape[2] * 2
+    rows, pairs, owners = place_pairs(ids, num_experts, first_expert)
+    num_blocks, device = len(owners), out.device
     x = torch.empty(n, k, dtype=torch.bfloat16, device=device)
     size = n * k // 32
     _decode_halves[(triton.cdiv(size, 64),)](x, values, scales, size, k, BLOCK=64)
@@ -116,7 +135,7 @@ def _experts(out, values, scales, ids, weights, w13, w13_scales, w2, w2_scales, 
     _down[(triton.cdiv(k, outputs), num_blocks)](
         out, hidden, *_words(w2, w2_scales, d, step), pairs, owners, k, d, WHOLE=d % (2 * step) == 0, **launch
     )
-    _clear[(num_pairs,)](out, ids, k, first_expert, num_experts, BLOCK=1024)
+    _clear[(n * topk,)](out, ids, k, first_expert, num_experts, BLOCK=1024)
 
 
 def _words(weight, scales, width, step):
