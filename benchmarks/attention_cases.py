@@ -111,7 +111,7 @@ def _attention(name: str, config: ModelConfig, topk: int) -> KernelCase:
         chosen = min(n * topk, _num_requests(n) * CONTEXT) * compressed_bytes(d)
         return recent + chosen + 2 * n * heads * d * 2
 
-    def rival(args: dict[str, Any]) -> Callable[[], Any]:
+    def bound(args: dict[str, Any]) -> Callable[[], Any]:
         """The same products over keys that were gathered and decoded before, by cuBLAS."""
         q = args["q"]
         keys = torch.empty(len(q), window + topk, d, dtype=torch.bfloat16, device=q.device).normal_()
@@ -126,7 +126,7 @@ def _attention(name: str, config: ModelConfig, topk: int) -> KernelCase:
         ("q", "indices", "request", "window_start", "window_end"),
         num_bytes,
         lambda n: 4 * n * heads * (window + topk) * d,
-        ("bmm, softmax, bmm over decoded keys", rival),
+        bounds=(("bmm, softmax, bmm over decoded keys", bound),),
         most_tokens=4096,
     )
 
@@ -154,7 +154,7 @@ def _selection(name: str, config: ModelConfig, use: bool, publish: int) -> Kerne
             args["candidates"] = draw.choices(n, num_blocks, CONTEXT // block).sort(1).values.int()
         return args
 
-    def rival(args: dict[str, Any]) -> Callable[[], Any]:
+    def bound(args: dict[str, Any]) -> Callable[[], Any]:
         """The same products over keys that were gathered and decoded before, and torch's selection."""
         q, weights = args["q"], args["head_weights"]
         keys = torch.empty(len(q), scored, d, dtype=torch.bfloat16, device=q.device).normal_()
@@ -173,8 +173,8 @@ def _selection(name: str, config: ModelConfig, use: bool, publish: int) -> Kerne
             + n * (heads * (d + 1) * 2 + (topk + publish) * 4)
         ),
         lambda n: 2 * n * scored * heads * (d + 1),
-        ("bmm over decoded keys, topk", rival) if publish == 0 else None,
-        # The rival has a decoded copy of every row's keys.
+        bounds=(("bmm over decoded keys, topk", bound),) if publish == 0 else (),
+        # The bound has a decoded copy of every row's keys.
         most_tokens=1024,
     )
 
@@ -200,7 +200,7 @@ def _hc_merge(streams: int, d: int) -> KernelCase:
         ("x", "streams", "post", "comb"),
         lambda n: n * (2 * (1 + 2 * streams) * d + 4 * streams * (1 + streams)),
         lambda n: 2 * n * streams * (1 + streams) * d,
-        ("torch in float32", rival),
+        rivals=(("torch in float32", rival),),
     )
 
 
@@ -220,7 +220,7 @@ def _hc_collapse(streams: int, d: int) -> KernelCase:
         ("streams", "pre"),
         lambda n: n * (2 * (streams + 1) * d + 4 * streams),
         lambda n: 2 * n * streams * d,
-        ("torch in float32", rival),
+        rivals=(("torch in float32", rival),),
     )
 
 
@@ -239,7 +239,7 @@ def _hc_mix(config: ModelConfig) -> KernelCase:
             "iters": config.hc_sinkhorn_iters,
         }
 
-    def rival(args: dict[str, Any]) -> Callable[[], Any]:
+    def bound(args: dict[str, Any]) -> Callable[[], Any]:
         """The products alone, without what follows them."""
         before, fn = args["streams"].flatten(1), args["fn"].mT.contiguous()
         return lambda: before.float() @ fn
@@ -252,7 +252,7 @@ def _hc_mix(config: ModelConfig) -> KernelCase:
         ("streams",),
         lambda n: n * (2 * streams * d + 4 * mixes) + 4 * mixes * streams * d,
         lambda n: 2 * n * mixes * streams * d,
-        ("product by cuBLAS in float32", rival),
+        bounds=(("product by cuBLAS in float32", bound),),
     )
 
 
@@ -302,7 +302,7 @@ def _engram_gather(config: ModelConfig) -> KernelCase:
         ("index",),
         lambda n: n * rows * (2 * (d + d // 32) + 8),
         lambda n: 1,
-        ("torch.index_select", rival),
+        rivals=(("torch.index_select", rival),),
     )
 
 

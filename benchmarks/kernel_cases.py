@@ -31,8 +31,10 @@ class KernelCase:
         rows: Names of the arguments whose first dimension is the tokens.
         num_bytes: Least bytes to be read and written for a number of tokens.
         num_flops: Multiplications and additions, for a number of tokens.
-        rival: Its name, and what makes a call of it from the operator's arguments; preparations are not timed.
-        more_rivals: The same of others, which may need what is not installed: that is recorded, and costs nothing else.
+        rivals: What computes the same from the same rows, in any order of summing. Each is a name and what makes a call
+            from the operator's arguments, which may prepare weights beforehand and is not timed. One may need what is
+            not installed: that is recorded, and costs nothing else.
+        bounds: The same of what does less than the operator, such as multiplying rows that were decoded beforehand.
         most_tokens: More are not measured.
         written: For an operator that writes records at ``slots`` and returns nothing: the names of their pages.
     """
@@ -44,15 +46,10 @@ class KernelCase:
     rows: tuple[str, ...]
     num_bytes: Callable[[int], int]
     num_flops: Callable[[int], int]
-    rival: Rival | None = None
-    more_rivals: tuple[Rival, ...] = ()
+    rivals: tuple[Rival, ...] = ()
+    bounds: tuple[Rival, ...] = ()
     most_tokens: int = 8192
     written: tuple[str, ...] = ()
-
-    @property
-    def rivals(self) -> tuple[Rival, ...]:
-        """All of them, the one that tables show first."""
-        return (*filter(None, (self.rival,)), *self.more_rivals)
 
 
 class Draw:

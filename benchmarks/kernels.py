@@ -4,6 +4,10 @@ A call is captured in a CUDA graph several times over, each time with arguments 
 fit the second-level cache: so weights are read from memory, as in a model, and the host's time is left out. The
 ceilings are what a copy and a large bf16 matrix product by cuBLAS reach in the same run.
 
+Without ``--provider`` an operator's provider is the one that batch-invariant mode chooses on this chip, as the
+environment's ``DEEPINFER_PLUGINS_*`` ask for it; each result names it. Rivals compute what the operator computes;
+bounds do less, like multiplying what was decoded before (``KernelCase``). The table has the fastest of each.
+
 Usage: python benchmarks/kernels.py [--ops linear,mxfp8_linear] [--tokens 1,128] [--provider triton] [--out FILE]
        python benchmarks/kernels.py --rows [--ops ...] [--out FILE]
 
@@ -19,7 +23,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +31,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from compile_ahead import compile_ahead, provider_of  # noqa: E402
-from kernel_cases import Draw, KernelCase, all_cases  # noqa: E402
+from kernel_cases import Draw, KernelCase, Rival, all_cases  # noqa: E402
 
+from deepinfer_plugins.core.target import Want  # noqa: E402
+from deepinfer_plugins.kernels.registry import choose  # noqa: E402
 from deepinfer_plugins.model.presets import preset  # noqa: E402
+from deepinfer_plugins.platforms.detect import detect  # noqa: E402
 
 TOKENS = [2**power for power in range(14)]
 # Several times the second-level cache of any chip that we know.
@@ -83,6 +90,42 @@ def ceilings(device: torch.device) -> dict[str, float]:
     return {"bytes_per_s": moved / copy, "flops_per_s": 2 * side**3 / seconds([lambda: a @ b], device)}
 
 
+def chosen_providers(ops: set[str], asked: str) -> dict[str, str]:
+    """Names of the operators' providers.
+
+    Args:
+        ops: The operators.
+        asked: A provider; operators without one of this name are left out. Empty: what invariant mode chooses here.
+    """
+    if asked:
+        return {op: asked for op in ops if provider_of(op, asked)}
+    want = Want(detect().arch)
+    return {op: choose(op, want).provider.name for op in ops}
+
+
+def argument_sets(case: KernelCase, n: int, device: torch.device) -> list[dict[str, Any]]:
+    """Arguments for ``n`` tokens, so many times over that the second-level cache does not hold them all."""
+    copies = max(1, min(MOST_COPIES, COLD_BYTES // case.num_bytes(n))) if device.type == "cuda" else 1
+    return [case.make(n, Draw(device, seed)) for seed in range(copies)]
+
+
+def measure_others(
+    others: Sequence[Rival], sets: list[dict[str, Any]], spent: float, device: torch.device
+) -> list[dict[str, Any]]:
+    """A record of each: its time, and how many times ``spent`` that is, or why it could not run."""
+    records: list[dict[str, Any]] = []
+    for name, prepare in others:
+        record: dict[str, Any] = {"rival": name}
+        try:
+            record["rival_seconds"] = seconds([prepare(args) for args in sets], device)
+            record["rival_over_ours"] = record["rival_seconds"] / spent
+        except Exception as error:
+            # A rival that this torch, this chip or this environment lacks costs its figure, not the run.
+            record["rival_error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        records.append(record)
+    return records
+
+
 def measure(
     case: KernelCase,
     tokens: list[int],
@@ -96,32 +139,30 @@ def measure(
     for n in tokens:
         if function is None or n > case.most_tokens:
             continue
-        record: dict[str, Any] = {"op": case.op, "name": case.name, "shape": case.shape, "tokens": n}
-        copies = max(1, min(MOST_COPIES, COLD_BYTES // case.num_bytes(n)))
-        if device.type != "cuda":
-            copies = 1
-        sets = [case.make(n, Draw(device, seed)) for seed in range(copies)]
+        sets = argument_sets(case, n, device)
         spent = seconds([lambda args=args: function(**args) for args in sets], device)  # type: ignore[misc]
-        record |= {
+        record: dict[str, Any] = {
+            "op": case.op,
+            "name": case.name,
+            "shape": case.shape,
+            "tokens": n,
+            "provider": provider,
             "seconds": spent,
             "bytes_per_s": case.num_bytes(n) / spent,
             "of_copy": case.num_bytes(n) / spent / top["bytes_per_s"],
             "flops_per_s": case.num_flops(n) / spent,
             "of_matmul": case.num_flops(n) / spent / top["flops_per_s"],
         }
-        for number, (name, prepare) in enumerate(case.rivals if with_rival else ()):
-            rival: dict[str, Any] = {"rival": name}
-            try:
-                rival["rival_seconds"] = seconds([prepare(args) for args in sets], device)
-                rival["rival_over_ours"] = rival["rival_seconds"] / spent
-            except Exception as error:
-                # A rival that this torch, this chip or this environment lacks costs its figure, not the run.
-                rival["rival_error"] = f"{type(error).__name__}: {error}".splitlines()[0]
-            if number == 0:
-                record |= rival
-            else:
-                record.setdefault("more_rivals", []).append(rival)
+        if with_rival:
+            record["rivals"] = measure_others(case.rivals, sets, spent, device)
+            record["bounds"] = measure_others(case.bounds, sets, spent, device)
         yield record
+
+
+def fastest(others: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The record of the rival that took the least time, if any could run."""
+    able = [other for other in others if "rival_seconds" in other]
+    return min(able, key=lambda other: other["rival_seconds"], default=None)
 
 
 def results(case: KernelCase, function: Callable[..., Any], args: dict[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -133,11 +174,10 @@ def results(case: KernelCase, function: Callable[..., Any], args: dict[str, Any]
     return result if isinstance(result, tuple) else (result,)
 
 
-def check(case: KernelCase, provider: str, device: torch.device) -> dict[str, Any] | None:
+def check(case: KernelCase, provider: str, device: torch.device) -> dict[str, Any]:
     """Whether a row's bits are its own, and the distance from the definition."""
     function = provider_of(case.op, provider)
-    if function is None:
-        return None
+    assert function is not None, f"{case.op} has no provider {provider}"
     most = min(max(SIZES), case.most_tokens)
     args = case.make(most, Draw(device))
 
@@ -176,6 +216,7 @@ def check(case: KernelCase, provider: str, device: torch.device) -> dict[str, An
         "op": case.op,
         "name": case.name,
         "shape": case.shape,
+        "provider": provider,
         "rows_compared": compared,
         "same_bits": not wrong,
         "batches_that_differ": len(wrong),
@@ -199,27 +240,31 @@ def check(case: KernelCase, provider: str, device: torch.device) -> dict[str, An
 
 
 def print_table(records: list[dict[str, Any]]) -> None:
-    columns = ["op", "name", "shape", "tokens", "us", "TB/s", "of copy", "TFLOP/s", "of matmul", "rival/ours"]
-    lines = [columns]
+    lines = [
+        ["op", "name", "shape", "tokens", "provider", "us", "TB/s", "of copy", "TFLOP/s", "of matmul"]
+        + ["rival/ours", "bound/ours", "fastest rival"]
+    ]
     for record in records:
-        ratio = record.get("rival_over_ours")
+        rival, bound = (fastest(record.get(others, [])) for others in ("rivals", "bounds"))
         lines.append(
             [
                 record["op"],
                 record["name"],
                 record["shape"],
                 str(record["tokens"]),
+                record["provider"],
                 f"{record['seconds'] * 1e6:.1f}",
                 f"{record['bytes_per_s'] / 1e12:.2f}",
                 f"{record['of_copy']:.2f}",
                 f"{record['flops_per_s'] / 1e12:.1f}",
                 f"{record['of_matmul']:.2f}",
-                "-" if ratio is None else f"{ratio:.2f}",
+                *("-" if other is None else f"{other['rival_over_ours']:.2f}" for other in (rival, bound)),
+                "-" if rival is None else rival["rival"],
             ]
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        print("  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip())
+        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -230,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
         "--ops", default="", help="operators or cases (op/name), separated by commas; default: all"
     )
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--provider", default="triton")
+    parser.add_argument("--provider", default="", help="default: what invariant mode chooses here")
     parser.add_argument("--preset", default="release")
     parser.add_argument("--rows", action="store_true", help="check bits instead of measuring time")
     parser.add_argument("--no-rival", action="store_true")
@@ -248,6 +293,8 @@ def main(argv: list[str] | None = None) -> int:
     if not chosen:
         parser.error(f"no case is called {arguments.ops}")
     tokens = [int(n) for n in arguments.tokens.split(",")]
+    names = chosen_providers({case.op for case in chosen}, arguments.provider)
+    chosen = [case for case in chosen if case.op in names]
     try:
         triton_version = importlib.import_module("triton").__version__
     except ModuleNotFoundError:
@@ -255,7 +302,7 @@ def main(argv: list[str] | None = None) -> int:
     report: dict[str, Any] = {
         "what": "bits of rows" if arguments.rows else "time of operators",
         "preset": arguments.preset,
-        "provider": arguments.provider,
+        "providers": names,
         "chip": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton_version},
         "commit": arguments.commit,
@@ -265,7 +312,7 @@ def main(argv: list[str] | None = None) -> int:
         jobs = [
             (f"{case.op}/{case.name}", n, None) for case in chosen for n in sizes if n <= case.most_tokens
         ]
-        compile_ahead(jobs, arguments.preset)
+        compile_ahead(jobs, arguments.preset, names=names)
     top = {} if arguments.rows else ceilings(device)
     report |= {"ceilings": top, "results": [], "failed": []}
     with torch.inference_mode():
@@ -273,13 +320,12 @@ def main(argv: list[str] | None = None) -> int:
             start = time.perf_counter()
             try:
                 if arguments.rows:
-                    checked = check(case, arguments.provider, device)
-                    if checked:
-                        report["results"].append(checked)
-                        print(json.dumps(checked), flush=True)
+                    checked = check(case, names[case.op], device)
+                    report["results"].append(checked)
+                    print(json.dumps(checked), flush=True)
                 else:
                     report["results"] += measure(
-                        case, tokens, arguments.provider, not arguments.no_rival, top, device
+                        case, tokens, names[case.op], not arguments.no_rival, top, device
                     )
             except Exception as error:  # one operator's failure is reported, and the others still run
                 traceback.print_exc()

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from .conformance import reference
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 kernel_cases = importlib.import_module("kernel_cases")
-CASES = importlib.import_module("dense_cases").cases(preset("small"))
+DENSE = importlib.import_module("dense_cases")
+CASES = DENSE.cases(preset("small"))
 TOKENS = 3
 
 
@@ -40,14 +42,59 @@ def test_arguments_are_the_operators(case: Any) -> None:
     assert case.num_bytes(2 * TOKENS) > case.num_bytes(TOKENS)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "linear" in case.op], ids=lambda case: case.name)
-def test_rivals_of_products_compute_the_same(case: Any) -> None:
+PRODUCTS = [
+    pytest.param(case, *other, id=f"{case.name}, {other[0]}")
+    for case in CASES
+    if "linear" in case.op
+    for other in (*case.rivals, *case.bounds)
+]
+
+
+@pytest.mark.parametrize(("case", "name", "prepare"), PRODUCTS)
+def test_rivals_of_products_compute_the_same(
+    case: Any, name: str, prepare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = case.make(TOKENS, kernel_cases.Draw(torch.device("cpu")))
-    want = reference(case.op)(**args).double()
-    got = case.rival[1](args)().double()
+    stand_in_for_the_gpu(monkeypatch)
+    want, got = reference(case.op)(**args), prepare(args)()
     if case.op == "mxfp8_grouped_linear":
         got = got.transpose(0, 1)
+    assert got.dtype == want.dtype or (name, prepare) in case.bounds
+    want, got = want.double(), got.double()
     torch.testing.assert_close(got, want, atol=float(want.abs().max()) / 64, rtol=2.0**-6)
+
+
+def stand_in_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put torch's own for what a CPU does not run, with the signatures of the real ones."""
+    mm = torch.mm
+
+    def typed_mm(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        return mm(x.to(out_dtype), weight.to(out_dtype))
+
+    def decode_rows(values: torch.Tensor, scales: torch.Tensor, rows_per_scale: int = 1) -> torch.Tensor:
+        assert values.dtype == scales.dtype == torch.uint8
+        return DENSE._scaled(values.view(torch.float8_e4m3fn), scales, rows_per_scale)
+
+    def block_scaled_mm(
+        A: torch.Tensor,
+        B: torch.Tensor,
+        As: torch.Tensor,
+        Bs: torch.Tensor,
+        block_size: list[int],
+        output_dtype: torch.dtype = torch.float16,
+    ) -> torch.Tensor:
+        rows, columns = block_size
+        assert A.shape[1] == As.shape[1] * columns and As.dtype == Bs.dtype == torch.float32
+        x = A.float() * As.repeat_interleave(columns, 1)
+        weight = B.float() * Bs.repeat_interleave(rows, 0)[: len(B)].repeat_interleave(columns, 1)
+        return (x @ weight.mT).to(output_dtype)
+
+    monkeypatch.setattr(torch, "mm", typed_mm)
+    vllm = "vllm.model_executor.layers.quantization.utils.fp8_utils"
+    ours = "deepinfer_plugins.kernels.triton_matmul"
+    for module, function in ((vllm, block_scaled_mm), (ours, decode_rows)):
+        name = "w8a8_triton_block_scaled_mm" if module == vllm else "decode_rows"
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{name: function}))  # type: ignore[misc]
 
 
 def test_names_are_unique() -> None:
