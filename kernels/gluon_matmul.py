@@ -1,15 +1,14 @@
 """Products of MXFP8 rows with an MXFP8 weight in Gluon, for SM90: what the ``gluon`` providers share.
 
-The bits are those of ``triton_matmul.py``: exact products, sums in float32 in steps of the matrix unit from the start of
-a part of the row to its end, and then the parts one after the other. What differs is how the weight gets there. The
-chip's copying unit (TMA) brings it as words of four e4m3 bytes, some steps ahead; they are decoded in registers, in the
-layout in which the matrix unit wants its left operand, and the next step is decoded while this one is multiplied.
-Triton decodes into one layout and passes the numbers through shared memory to the other, which costs more than the
-product itself.
+The bits are those of ``triton_matmul.py``: exact products, sums in float32 in steps of the matrix unit from the start
+of a part of the row to its end, and then the parts one after the other. What differs is how the weight gets there:
+as words of four e4m3 bytes, some steps ahead, which are decoded in registers, in the layout in which the matrix unit
+wants its left operand (``gluon_words.py``), the next step while this one is multiplied. Triton decodes into one layout
+and passes the numbers through shared memory to the other, which costs more than the product itself.
 
-A thread's word must hold what the matrix unit wants of that thread: so the columns of every 16 are taken in the order
-``COLUMNS``, in the weight by reading it so and in the rows by decoding them so. The unit adds up 16 columns at once,
-and the order within them is not part of the sum.
+A word holds what the matrix unit wants of a thread if the columns of every 16 are taken in the order ``COLUMNS``, in
+the weight by reading it so and in the rows by decoding them so. The unit adds up 16 columns at once, and the order
+within them is not part of the sum.
 
 Scales are folded in as powers of two: rows are multiplied by 2^40 and weights divided by it, so that a weight's
 factor, 2^120 to put e4m3 bits right included, is a bfloat16. Exact for scales of weights from 2^-71 to 2^47 and for
@@ -28,17 +27,27 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepinfer_plugins.kernels import triton_matmul
+from deepinfer_plugins.kernels.gluon_words import (
+    WORDS,
+    blocks_of,
+    fetch,
+    load_block,
+    new_barriers,
+    stores_layout,
+    sums_layout,
+    twice_power,
+    wait_for,
+    words_layout,
+)
 from deepinfer_plugins.kernels.triton_formats import decode_e4m3, decode_ue8m0, to_bfloat16
+
+# Words and columns of a step.
+_WORDS = tl.constexpr(WORDS)
+_STEP = tl.constexpr(4 * WORDS)
 
 # What column of every 16 stands at each place of the operands.
 COLUMNS = (0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)
@@ -133,14 +142,6 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, 
     splits = triton_matmul.num_splits(k, m)
     tile, separate = tiling(n, m, groups, splits)
     sums = torch.empty(splits, n, groups * m, dtype=torch.float32, device=x.device) if separate else out
-    words = weight.view(torch.int32)
-    x_tiles, weight_tiles = (
-        TensorDescriptor.from_tensor(operand, shape, gl.NVMMASharedLayout.get_default_for(shape, dtype))
-        for operand, shape, dtype in (
-            (x, [tile.rows, 64], gl.bfloat16),
-            (words, [tile.outputs, 16], gl.int32),
-        )
-    )
     scales = weight_scales.view(torch.int32)
     grid = (
         triton.cdiv(m, tile.outputs) * triton.cdiv(n, tile.rows),
@@ -149,8 +150,8 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, 
     )
     _matmul[grid](
         sums,
-        x_tiles,
-        weight_tiles,
+        blocks_of(x, tile.rows, _STEP.value),
+        blocks_of(weight.view(torch.int32), tile.outputs, WORDS),
         scales,
         n,
         m,
@@ -233,31 +234,6 @@ def _decode_words(words, factor, OUTPUTS: gl.constexpr, LEFT: gl.constexpr):
     return gl.convert_layout(gl.reshape(numbers, [OUTPUTS, 64]), LEFT, assert_trivial=True)
 
 
-@gluon.jit
-def _fetch(
-    x,
-    weight,
-    xs,
-    ws,
-    bars,
-    count,
-    row,
-    x_column,
-    output,
-    column,
-    do,
-    OUTPUTS: gl.constexpr,
-    ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Begin to copy the operands of step ``count`` to its stage, if ``do``."""
-    stage = count % STAGES
-    bar = bars.index(stage)
-    mbarrier.expect(bar, OUTPUTS * 64 + ROWS * 128, pred=do)
-    tma.async_copy_global_to_shared(weight, [output, column // 4], bar, ws.index(stage), pred=do)
-    tma.async_copy_global_to_shared(x, [row, x_column + column], bar, xs.index(stage), pred=do)
-
-
 @gluon.jit(do_not_specialize=["n"])
 def _matmul(
     out,
@@ -287,82 +263,67 @@ def _matmul(
     first_output = (band * 8 + within % height) * OUTPUTS
     part, group = gl.program_id(1), gl.program_id(2)
 
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    # A thread has the words of two outputs eight apart, and every fourth column of them.
-    if num_warps == 8:
-        WARPS: gl.constexpr = [[16, 0], [32, 0], [64, 0]]
-    else:
-        WARPS: gl.constexpr = [[16, 0], [32, 0]]
-    if OUTPUTS == 32 * num_warps:
-        REGISTERS: gl.constexpr = [[8, 0], [0, 4], [0, 8], [16 * num_warps, 0]]
-    else:
-        REGISTERS: gl.constexpr = [[8, 0], [0, 4], [0, 8]]
-    WORDS: gl.constexpr = gl.DistributedLinearLayout(
-        REGISTERS, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], WARPS, [], [OUTPUTS, 16]
-    )
-    ws = gl.allocate_shared_memory(gl.int32, [STAGES, OUTPUTS, 16], weight.layout)
-    xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 64], x.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(bars.index(i), count=1)
+    SUMS: gl.constexpr = sums_layout(ROWS, num_warps)
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
+    OF_WORDS: gl.constexpr = words_layout(OUTPUTS, num_warps)
+    words = gl.allocate_shared_memory(gl.int32, [STAGES, OUTPUTS, _WORDS], weight.layout)
+    rows = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, _STEP], x.layout)
+    barriers = new_barriers(STAGES)
 
     # Known to the compiler, which otherwise waits for every product since there might be none.
     LENGTH: gl.constexpr = K // SPLITS
-    STEPS: gl.constexpr = LENGTH // 64 if SEPARATE else K // 64
+    STEPS: gl.constexpr = LENGTH // _STEP if SEPARATE else K // _STEP
     begin = part * LENGTH
     weight_row = group * m + first_output
-    # The weight does not wait for the kernel that decodes the rows.
     for i in gl.static_range(STAGES - 1):
-        bar = bars.index(i)
-        mbarrier.expect(bar, OUTPUTS * 64 + ROWS * 128, pred=i < STEPS)
-        tma.async_copy_global_to_shared(
-            weight, [weight_row, begin // 4 + i * 16], bar, ws.index(i), pred=i < STEPS
-        )
+        mbarrier.expect(barriers.index(i), weight.block_type.nbytes + x.block_type.nbytes, pred=i < STEPS)
+        place = [weight_row, begin // 4 + i * _WORDS]
+        load_block(weight, place, barriers.index(i), words.index(i), pred=i < STEPS)
+    # The weight was there before; the rows are what the kernel before this one decodes.
     if OVERLAP:
         gdc_wait()
     for i in gl.static_range(STAGES - 1):
-        place = [first_row, group * K + begin + i * 64]
-        tma.async_copy_global_to_shared(x, place, bars.index(i), xs.index(i), pred=i < STEPS)
+        place = [first_row, group * K + begin + i * _STEP]
+        load_block(x, place, barriers.index(i), rows.index(i), pred=i < STEPS)
 
-    scale_row = (weight_row + gl.arange(0, OUTPUTS, gl.SliceLayout(1, WORDS))) // 32
+    scale_row = (weight_row + gl.arange(0, OUTPUTS, gl.SliceLayout(1, OF_WORDS))) // 32
     scale_row = gl.minimum(scale_row, (group * m + m - 1) // 32)
     scale_place = scales + scale_row * scales_stride + begin // 128
     scale = gl.load(scale_place)
-    word = gl.arange(0, 16, gl.SliceLayout(0, WORDS))
-    total = gl.zeros([OUTPUTS, ROWS], gl.float32, ACC)
-    count = 0
+    word = gl.arange(0, _WORDS, gl.SliceLayout(0, OF_WORDS))
+    total = gl.zeros([OUTPUTS, ROWS], gl.float32, SUMS)
+    step = 0
     for _ in range(1 if SEPARATE else SPLITS):
-        acc = gl.zeros([OUTPUTS, ROWS], gl.float32, ACC)
-        for _start in range(0, LENGTH, 128):
-            # The next step's word of scales; past the end the last is read again.
-            scale_place += gl.where(count + 2 < STEPS, 1, 0)
+        sums = gl.zeros([OUTPUTS, ROWS], gl.float32, SUMS)
+        for _start in range(0, LENGTH, 2 * _STEP):
+            # The word of scales of the two steps after these; past the end the last is read again.
+            scale_place += gl.where(step + 2 < STEPS, 1, 0)
             next_scale = gl.load(scale_place)
             for half in gl.static_range(2):
-                stage = count % STAGES
-                mbarrier.wait(bars.index(stage), (count // STAGES) & 1)
-                words = ws.index(stage).load(WORDS)
+                wait_for(barriers, step, STAGES)
+                stage = step % STAGES
                 powers = (scale[:, None] >> (16 * half + word // 8 * 8)[None, :]) & 0xFF
-                factor = gl.where(powers == 255, 0x7FC0, gl.minimum(powers + 80, 255) << 7)
-                left = _decode_words(words, factor | (factor << 16), OUTPUTS, LEFT)
-                acc = warpgroup_mma(left, xs.index(stage).permute((1, 0)), acc, is_async=True)
+                # 2^120 puts the codes' exponents right, 2^-40 is the rows' factor.
+                left = _decode_words(
+                    words.index(stage).load(OF_WORDS), twice_power(powers, 80), OUTPUTS, LEFT
+                )
+                sums = warpgroup_mma(left, rows.index(stage).permute((1, 0)), sums, is_async=True)
                 # The product before has read its stage, which is free for what comes STAGES - 1 steps later.
-                acc = warpgroup_mma_wait(1, deps=[acc])
-                ahead = count + STAGES - 1
-                _fetch(
-                    x, weight, xs, ws, bars, ahead, first_row, group * K, weight_row, begin + ahead * 64,
-                    ahead < STEPS, OUTPUTS, ROWS, STAGES,
+                sums = warpgroup_mma_wait(1, deps=[sums])
+                ahead = step + STAGES - 1
+                fetch(
+                    weight, weight_row, begin // 4 + ahead * _WORDS, words,
+                    x, first_row, group * K + begin + ahead * _STEP, rows,
+                    barriers, ahead, ahead < STEPS, STAGES,
                 )  # fmt: skip
-                count += 1
+                step += 1
             scale = next_scale
-        total += warpgroup_mma_wait(0, deps=[acc])
+        total += warpgroup_mma_wait(0, deps=[sums])
 
-    ELEMENTS: gl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
-    LANES: gl.constexpr = min(32, OUTPUTS // ELEMENTS)
-    STORE: gl.constexpr = gl.BlockedLayout([ELEMENTS, 1], [LANES, 32 // LANES], [1, num_warps], [0, 1])
-    result = gl.convert_layout(total.to(out.dtype.element_ty), STORE)
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, STORE))
-    output = first_output + gl.arange(0, OUTPUTS, gl.SliceLayout(1, STORE))
+    STORES: gl.constexpr = stores_layout(OUTPUTS, num_warps, out.dtype.element_ty.primitive_bitwidth)
+    result = gl.convert_layout(total.to(out.dtype.element_ty), STORES)
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, STORES))
+    output = first_output + gl.arange(0, OUTPUTS, gl.SliceLayout(1, STORES))
     if SEPARATE:
         out += part.to(gl.int64) * n * out_stride
     place = out + row.to(gl.int64)[None, :] * out_stride + (group * m + output)[:, None]

@@ -20,7 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 WORDS = 16
 
 # Triton 3.9 has only the one name, 3.6 only the other.
-_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+load_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 def blocks_of(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -87,8 +87,8 @@ def fetch(weight, weight_row, word, words, x, row, column, columns, barriers, st
     stage = step % STAGES
     barrier = barriers.index(stage)
     mbarrier.expect(barrier, weight.block_type.nbytes + x.block_type.nbytes, pred=do)
-    _load(weight, [weight_row, word], barrier, words.index(stage), pred=do)
-    _load(x, [row, column], barrier, columns.index(stage), pred=do)
+    load_block(weight, [weight_row, word], barrier, words.index(stage), pred=do)
+    load_block(x, [row, column], barrier, columns.index(stage), pred=do)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Products in Gluon. They run on an SM90 alone; what can be seen without one is the order of columns and the choice of tiles.
+"""Products in Gluon. They run on an SM90 alone; without one, the order of columns and the choice of tiles can be seen.
 
 That they compile for SM90: ``test_triton_compiles.py``.
 """
