@@ -4,6 +4,9 @@ The same requests in random orders of arrival, numbers running at once, sizes of
 speculation: tokens and the bits of their log-probabilities must be those of the first run.
 
 Usage: PYTHONPATH=. python benchmarks/invariance.py --out F [--providers torch triton] [--requests 64] [--runs 8]
+       PYTHONPATH=. python benchmarks/invariance.py --cost --out F [--rows 1 64 512]
+
+``--cost`` measures what the promise costs in decoding instead; see ``mode_cost.py``.
 """
 
 from __future__ import annotations
@@ -12,12 +15,15 @@ import argparse
 import json
 import os
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))
+import mode_cost  # noqa: E402
 
 from deepinfer_plugins.core import shipped
 from deepinfer_plugins.core.settings import PROVIDER
@@ -38,6 +44,9 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 def requests(folder: Path, count: int, longest: int) -> list[list[int]]:
     """Beginnings of held-out documents, of 1 to ``longest`` tokens."""
+    # Not needed, and not always there, where costs are measured.
+    from tokenizers import Tokenizer
+
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     held = [each for each in shipped.read_documents(shipped.corpus()) if shipped.is_held_out(each.name)]
     rng = random.Random(0)
@@ -113,7 +122,7 @@ def run(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
     return {"providers": chosen, "runs": record, "equal": not any(each["different"] for each in record)}
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -125,7 +134,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--longest", type=int, default=200)
     parser.add_argument("--runs", type=int, default=8)
-    arguments = parser.parse_args()
+    cost = parser.add_argument_group("what the promise costs")
+    cost.add_argument("--cost", action="store_true")
+    cost.add_argument("--rows", type=int, nargs="+", default=[1, 64, 512], help="of a decode step")
+    cost.add_argument("--context", type=int, default=1024, help="tokens before each row")
+    cost.add_argument("--experts", type=int, default=384, help="of each layer at the release's shapes")
+    cost.add_argument("--preset", default="release", help="sizes of operators and layers")
+    cost.add_argument("--commit", default="unknown")
+    arguments = parser.parse_args(argv)
+    if arguments.cost:
+        mode_cost.measure(arguments)
+        return
     chip = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     record = {"chip": chip, "torch": torch.__version__}
     with torch.inference_mode():

@@ -72,6 +72,15 @@ def seconds(calls: list[Callable[[], Any]], device: torch.device, budget_s: floa
     return min(times[1:]) / len(calls)
 
 
+def versions() -> dict[str, str | None]:
+    """Of what the operators are built with, as far as it is there."""
+    try:
+        triton_version = importlib.import_module("triton").__version__
+    except ModuleNotFoundError:
+        triton_version = None
+    return {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton_version}
+
+
 def ceilings(device: torch.device) -> dict[str, float]:
     """Bytes per second of a copy, counting what is read and what is written, and operations of cuBLAS in bf16.
 
@@ -295,16 +304,12 @@ def main(argv: list[str] | None = None) -> int:
     tokens = [int(n) for n in arguments.tokens.split(",")]
     names = chosen_providers({case.op for case in chosen}, arguments.provider)
     chosen = [case for case in chosen if case.op in names]
-    try:
-        triton_version = importlib.import_module("triton").__version__
-    except ModuleNotFoundError:
-        triton_version = None
     report: dict[str, Any] = {
         "what": "bits of rows" if arguments.rows else "time of operators",
         "preset": arguments.preset,
         "providers": names,
         "chip": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton_version},
+        "versions": versions(),
         "commit": arguments.commit,
     }
     if arguments.ahead:

@@ -19,6 +19,19 @@ register(
         unchecked=frozenset({Arch.SM100}),
     )
 )
+# Not batch-invariant; by name only, with the mode off.
+register(
+    Provider(
+        op="linear",
+        name="cublas",
+        path="deepinfer_plugins.kernels.linear.cublas:linear",
+        archs=frozenset({Arch.SM90, Arch.SM100}),
+        batch_invariant=False,
+        agrees=Within(atol=2.0**-7, rtol=2.0**-7),
+        capturable=True,
+        unchecked=frozenset({Arch.SM90, Arch.SM100}),
+    )
+)
 # Not run on hardware, so after what is.
 register(
     Provider(

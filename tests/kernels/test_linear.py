@@ -5,9 +5,12 @@ import math
 import pytest
 import torch
 
+from deepinfer_plugins.core.target import Arch, Want
 from deepinfer_plugins.core.testing import assert_same_bits
 from deepinfer_plugins.kernels import row_blocks
+from deepinfer_plugins.kernels.linear import cublas
 from deepinfer_plugins.kernels.linear.torch import linear
+from deepinfer_plugins.kernels.registry import NoProvider, choose
 
 from .conformance import Case, Conformance, Draw
 
@@ -44,3 +47,24 @@ def test_a_large_weight_in_parts_changes_nothing(
     want = linear(**args)
     monkeypatch.setattr(row_blocks, "_WEIGHT_ELEMENTS", 1)
     assert_same_bits(linear(**args), want, "32 rows of the weight at a time")
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 63])
+def test_cublas_is_torch_and_agrees(num_rows: int) -> None:
+    """What a CPU runs of it: a bfloat16 result; of float32, the types."""
+    args = TestLinear().case(Draw(torch.device("cpu")), num_rows, "bfloat16").args
+    torch.testing.assert_close(cublas.linear(**args), linear(**args), atol=2.0**-7, rtol=2.0**-7)
+    x, weight = (args[name].to("meta") for name in ("x", "weight"))
+    result = cublas.linear(x, weight, torch.float32)
+    assert result.shape == (num_rows, len(weight)) and result.dtype == torch.float32
+
+
+@pytest.mark.parametrize("arch", [Arch.SM90, Arch.SM100])
+def test_cublas_serves_by_name_and_with_the_mode_off(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    off = Want(arch, batch_invariant=False)
+    assert choose("linear", off).provider.name == "triton"
+    monkeypatch.setenv("DEEPINFER_PLUGINS_LINEAR", "cublas")
+    assert choose("linear", off).provider.name == "cublas"
+    with pytest.raises(NoProvider, match="cublas: not batch-invariant"):
+        choose("linear", Want(arch))
