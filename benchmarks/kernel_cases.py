@@ -16,7 +16,7 @@ from deepinfer_plugins.model.config import ModelConfig
 
 Rival = tuple[str, Callable[[dict[str, Any]], Callable[[], Any]]]
 
-MODULES = ("dense_cases", "attention_cases")
+MODULES = ("dense_cases", "attention_cases", "token_cases")
 
 
 @dataclass(frozen=True)

@@ -224,26 +224,36 @@ def models(preset_name: str, experts: int) -> Iterator[tuple[str, ModelConfig, d
 
 
 def compile_kernels(
-    candidates: Mapping[str, Mapping[str, Provider]], rows: list[int], preset_name: str
+    invariant: Mapping[str, str],
+    candidates: Mapping[str, Mapping[str, Provider]],
+    rows: list[int],
+    preset_name: str,
 ) -> None:
-    """Compile what Triton compiles of every provider, in several processes."""
-    for shape in {preset_name, "small"}:
-        cases = all_cases(preset(shape))
-        for turn in range(max(map(len, candidates.values()))):
-            names = {
-                op: list(of_op)[turn]
-                for op, of_op in candidates.items()
-                if turn < len(of_op)
-                and any(need.startswith("triton") for need in list(of_op.values())[turn].needs)
-            }
-            jobs = [
-                (f"{case.op}/{case.name}", n, None)
-                for case in cases
-                for n in rows
-                if case.op in names and n <= case.most_tokens
-            ]
-            if jobs:
-                compile_ahead(jobs, shape, names=names)
+    """Compile in several processes what Triton compiles: the mode's providers for both models, then others."""
+    others: dict[str, list[str]] = {
+        op: [
+            name
+            for name, provider in of_op.items()
+            if name != invariant[op] and any(need.startswith("triton") for need in provider.needs)
+        ]
+        for op, of_op in candidates.items()
+    }
+    rounds = [
+        {op: names[turn] for op, names in others.items() if turn < len(names)}
+        for turn in range(max(map(len, others.values())))
+    ]
+    for shape, names in (
+        (preset_name, invariant),
+        ("small", invariant),
+        *((preset_name, one) for one in rounds),
+    ):
+        jobs = [
+            (f"{case.op}/{case.name}", n, None)
+            for case in all_cases(preset(shape))
+            for n in rows
+            if case.op in names and n <= case.most_tokens
+        ]
+        compile_ahead(jobs, shape, names=names)
 
 
 @torch.inference_mode()

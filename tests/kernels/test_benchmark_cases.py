@@ -19,7 +19,11 @@ from .conformance import reference
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 kernel_cases = importlib.import_module("kernel_cases")
 DENSE = importlib.import_module("dense_cases")
-CASES = DENSE.cases(preset("small"))
+CASES = [
+    case
+    for name in ("dense_cases", "token_cases")
+    for case in importlib.import_module(name).cases(preset("small"))
+]
 TOKENS = 3
 
 
@@ -32,7 +36,8 @@ def test_arguments_are_the_operators(case: Any) -> None:
     } == {name for name in case.rows if args[name] is not None}
     result = reference(case.op)(**args)
     results = result if isinstance(result, tuple) else (result,)
-    assert all(bool(one.double().isfinite().all()) for one in results)
+    for one in results:
+        assert not bool(one.double().isnan().any()) and bool(one.double().isfinite().any())
     # What every call must read of its rows and write.
     rows = [args[name] for name in case.rows if args[name] is not None]
     least = sum(
@@ -95,6 +100,18 @@ def stand_in_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, function in ((vllm, block_scaled_mm), (ours, decode_rows)):
         name = "w8a8_triton_block_scaled_mm" if module == vllm else "decode_rows"
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{name: function}))  # type: ignore[misc]
+
+
+def test_a_rival_samples_what_the_filters_keep() -> None:
+    """By a sort, as the definition by values."""
+    (case,) = (case for case in CASES if case.op == "filter_log_probs")
+    args = case.make(TOKENS, kernel_cases.Draw(torch.device("cpu")))
+    (_, prepare), want = case.rivals[0], reference(case.op)(**args)
+    torch.testing.assert_close(prepare(args)(), want, atol=1e-4, rtol=1e-4)
+    assert 1 < int(want.isfinite().sum(1).min()) <= int(want.isfinite().sum(1).max()) <= 40
+    (sample,) = (case for case in CASES if (case.op, case.name) == ("sample", "filtered"))
+    token = sample.rivals[0][1](sample.make(TOKENS, kernel_cases.Draw(torch.device("cpu"))))()
+    assert bool(want.gather(1, token[:, None]).isfinite().all())
 
 
 def test_names_are_unique() -> None:
