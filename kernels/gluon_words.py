@@ -1,9 +1,9 @@
 """Weights in words of four e4m3 or eight e2m1 numbers, as Gluon kernels for an SM90 read them.
 
 The chip's copying unit brings blocks of 16 words of an output to the shared memory, some steps ahead. Each thread
-decodes its words to what the matrix unit wants of that thread as the left operand: of every 16 columns, four. So that no
-number has to change its thread, the columns of a few words are multiplied in another order than they are stored in,
-and the rows' columns as well: every product of a sum is there, in an order that is the same for all rows.
+decodes its words to what the matrix unit wants of that thread as the left operand: of every 16 columns, four. So that
+no number has to change its thread, the columns of a few words are multiplied in another order than they are stored
+in, and the rows' columns as well: every product of a sum is there, in an order that is the same for all rows.
 """
 
 # mypy: ignore-errors

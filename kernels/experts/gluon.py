@@ -6,9 +6,9 @@ are bfloat16, which holds e2m1 and e4m3 times a power of two exactly. Sums are i
 128 columns to the last, whatever block a row is in and however many there are: a row's bits are its own. They are
 not the Triton provider's, which multiplies the columns of a step in another order.
 
-What is decoded exactly is what the Triton provider decodes so: scales of weights from 2^-86 to 2^41, of rows up to 2^78,
-and rows that are NaN. A scale of 255 gives NaN, a greater one infinity or NaN; of a smaller one of a weight bfloat16
-keeps what it can.
+What is decoded exactly is what the Triton provider decodes so: scales of weights from 2^-86 to 2^41 and scales of rows
+up to 2^78. A scale of 255 gives NaN, a greater one infinity or NaN; of a smaller one of a weight bfloat16 keeps what
+it can.
 
 Weights of other widths than multiples of 128, or not contiguous and aligned to 16 bytes, are for the Triton provider,
 which is called instead. That depends on the weights alone, so it is the same for every row of every batch.

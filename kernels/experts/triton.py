@@ -140,7 +140,8 @@ def _experts(out, values, scales, ids, weights, w13, w13_scales, w2, w2_scales, 
 
 def _words(weight, scales, width, step):
     """A weight and its scales, in words of four if a row has whole steps."""
-    return weight.contiguous(), scales.view(torch.int32) if width % (2 * step) == 0 else scales
+    weight, scales = weight.contiguous(), scales.contiguous()
+    return weight, scales.view(torch.int32) if width % (2 * step) == 0 else scales
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

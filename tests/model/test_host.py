@@ -112,7 +112,7 @@ def test_a_step_looks_at_no_value(model: DeepseekV41, launches: Launches, rows: 
         logits = model.logits(hidden)
     assert hidden.shape == (rows, model.config.hidden_size)
     assert logits.shape == (rows, model.config.vocab_size)
-    assert {"_attend", "_select", "_gate_up", "_store_window"} <= {name for name, _ in launches}
+    assert {"_attend", "_select", "_grouped", "_store_window"} <= {name for name, _ in launches}
 
 
 @pytest.mark.parametrize("requests", [1, 63])
