@@ -27,9 +27,10 @@ MEASURE = importlib.import_module("kernels")
 TRIALS: dict[str, list[dict[str, int]]] = {
     "sparse_attention/compressed": [
         {},
-        {"STAGES": 3},
-        {"KEYS": 64, "STAGES": 1},
-        {"KEYS": 64, "STAGES": 2},
+        {"FEW_ROWS": 0},
+        {"FEW_ROWS": 1 << 30},
+        {"KEYS": 64},
+        {"SHARES": 1},
         {"INDEX_PARTS": 1},
         {"INDEX_PARTS": 4},
     ],

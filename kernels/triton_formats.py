@@ -205,3 +205,127 @@ def decode_e2m1_pairs(pairs, factors):
 def round_to_e2m1(x):
     """``x``, float32, to the nearest e2m1 number, as float32; otherwise as :func:`encode_e2m1`."""
     return decode_e4m3(e2m1_as_e4m3(encode_e2m1(x))) * 64.0
+
+
+@triton.jit
+def twice_bfloat16(x):
+    """Words that hold a bfloat16 number two times."""
+    bits = x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return bits | (bits << 16)
+
+
+@triton.jit
+def twice_ue8m0(codes):
+    """Words that hold the power of two of a UE8M0 byte two times, in bfloat16."""
+    wide = codes.to(tl.int32)
+    bits = tl.where(wide == 0, 0x40, tl.where(wide == 255, 0x7FC0, wide << 7))
+    return bits | (bits << 16)
+
+
+@triton.jit
+def decode_e2m1_words(words, factors):
+    """Bfloat16 numbers of the eight e2m1 codes of a word, from the lowest on, each times ``2^-126`` times a factor.
+
+    A code's bits in their places of a bfloat16 are the number times 2^-126: the bias of e2m1 is 1, bfloat16's 127.
+
+    Args:
+        words: int32.
+        factors: As of :func:`twice_bfloat16`, the shape of ``words``.
+    """
+    if INTERPRETED:
+        factor = (factors << 16).to(tl.float32, bitcast=True)
+        numbers = ()
+        for i in tl.static_range(8):
+            code = words >> (4 * i)
+            number = ((code & 7) << 22 | (code & 8) << 28).to(tl.float32, bitcast=True)
+            numbers = numbers + (to_bfloat16(number * factor),)
+        return numbers
+    else:
+        # A byte's codes at the top of two halves, then their signs and what is 6 below: the last table is (a & b) | c.
+        return tl.inline_asm_elementwise(
+            """{
+                .reg .b32 low, v, t;
+                shl.b32 low, $8, 4;
+                prmt.b32 v, low, $8, 0x4000;
+                shr.u32 t, v, 6;
+                and.b32 t, t, 0x01C001C0;
+                lop3.b32 t, v, 0x80008000, t, 0xEA;
+                mul.rn.bf16x2 t, t, $9;
+                mov.b32 {$0, $1}, t;
+                prmt.b32 v, low, $8, 0x5010;
+                shr.u32 t, v, 6;
+                and.b32 t, t, 0x01C001C0;
+                lop3.b32 t, v, 0x80008000, t, 0xEA;
+                mul.rn.bf16x2 t, t, $9;
+                mov.b32 {$2, $3}, t;
+                prmt.b32 v, low, $8, 0x6020;
+                shr.u32 t, v, 6;
+                and.b32 t, t, 0x01C001C0;
+                lop3.b32 t, v, 0x80008000, t, 0xEA;
+                mul.rn.bf16x2 t, t, $9;
+                mov.b32 {$4, $5}, t;
+                prmt.b32 v, low, $8, 0x7030;
+                shr.u32 t, v, 6;
+                and.b32 t, t, 0x01C001C0;
+                lop3.b32 t, v, 0x80008000, t, 0xEA;
+                mul.rn.bf16x2 t, t, $9;
+                mov.b32 {$6, $7}, t;
+            }""",
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+            [words, factors],
+            dtype=(
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+            ),
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def decode_e4m3_words(words, factors):
+    """Bfloat16 numbers of the four e4m3 bytes of a word, from the lowest on, each times a factor; NaN codes are 480.
+
+    Args:
+        words: int32.
+        factors: As of :func:`twice_ue8m0`, the shape of ``words``.
+    """
+    if INTERPRETED:
+        factor = (factors << 16).to(tl.float32, bitcast=True)
+        numbers = ()
+        for i in tl.static_range(4):
+            numbers = numbers + (to_bfloat16(decode_e4m3((words >> (8 * i) & 0xFF).to(tl.uint8)) * factor),)
+        return numbers
+    else:
+        # As above. The biases are 7 and 127: 2^120, and then the factor.
+        return tl.inline_asm_elementwise(
+            """{
+                .reg .b32 v, t, bias;
+                mov.b32 bias, 0x7B807B80;
+                prmt.b32 v, $4, 0, 0x1404;
+                shr.u32 t, v, 4;
+                and.b32 t, t, 0x07F007F0;
+                lop3.b32 t, v, 0x80008000, t, 0xEA;
+                mul.rn.bf16x2 t, t, bias;
+                mul.rn.bf16x2 t, t, $5;
+                mov.b32 {$0, $1}, t;
+                prmt.b32 v, $4, 0, 0x3424;
+                shr.u32 t, v, 4;
+                and.b32 t, t, 0x07F007F0;
+                lop3.b32 t, v, 0x80008000, t, 0xEA;
+                mul.rn.bf16x2 t, t, bias;
+                mul.rn.bf16x2 t, t, $5;
+                mov.b32 {$2, $3}, t;
+            }""",
+            "=h,=h,=h,=h,r,r",
+            [words, factors],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=1,
+        )

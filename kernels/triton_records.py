@@ -74,3 +74,26 @@ def entry_records(
     page = tl.load(table + entry // page_size * table_stride, mask=valid, other=0).to(tl.int64)
     offset = page * page_stride + (entry % page_size * entry_stride).to(tl.int64)
     return tl.multiple_of((pages + offset)[:, None], [ALIGN, ALIGN])
+
+
+@triton.jit
+def load_words(record, valid, start, byte_stride, WORDS: tl.constexpr, ALIGN: tl.constexpr):
+    """Words ``[n, WORDS]`` of four bytes of records from byte ``start`` on; zeros where ``valid`` is false.
+
+    Args:
+        record: ``[n, 1]``, as of :func:`entry_records`.
+        valid: ``[n]``, bool.
+        start: A multiple of 4.
+        byte_stride: Bytes between the bytes of a record.
+        WORDS: Of the result.
+        ALIGN: ``alignment(pages)``.
+    """
+    word = tl.arange(0, WORDS)[None, :]
+    if ALIGN % 4 == 0:
+        return tl.load((record + start).to(tl.pointer_type(tl.int32)) + word, mask=valid[:, None], other=0)
+    else:
+        words = tl.zeros((valid.shape[0], WORDS), tl.int32)
+        for i in tl.static_range(4):
+            byte = tl.load(record + (start + 4 * word + i) * byte_stride, mask=valid[:, None], other=0)
+            words |= byte.to(tl.int32) << (8 * i)
+        return words

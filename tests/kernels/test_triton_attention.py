@@ -226,6 +226,29 @@ def test_a_small_workspace_has_no_influence(
         assert_same_bits(got, expected, "two rows at a time")
 
 
+def test_wide_keys(chip: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that are decoded some columns at a time and whose results programs share; read by bytes, and by words."""
+    monkeypatch.setattr("tests.kernels.test_sparse_attention.D", 256)
+    case = OPERATORS["sparse_attention"]().case(Draw(chip), 2, "compressed")
+    provider = triton_provider("sparse_attention")
+    alone = case.call(provider.load(), torch.tensor([1], device=chip))[0]
+    for name in ("window_pages", "compressed_pages"):
+        case.args[name] = case.args[name].contiguous()
+    check_agreement(provider, case)
+    assert_same_bits(case.call(provider.load())[0][1:], alone, "a row alone, by bytes")
+
+
+def test_kernels_of_one_cache_each_give_the_same_bits(
+    chip: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for many rows."""
+    case = OPERATORS["sparse_attention"]().case(Draw(chip), 2, "compressed")
+    module = importlib.import_module("deepinfer_plugins.kernels.sparse_attention.triton")
+    want = module.sparse_attention(**case.args)
+    monkeypatch.setattr(module, "FEW_ROWS", 0)
+    assert_same_bits(module.sparse_attention(**case.args), want, "two kernels")
+
+
 def test_number_of_heads_has_no_influence(chip: torch.device) -> None:
     """One head, as a rank of many would have, and more than a program computes."""
     args = _SparseAttention().case(Draw(chip), 2, "compressed").args
