@@ -1,9 +1,9 @@
 """Compile Triton kernels in several processes: the one that measures then finds them in the cache of Triton.
 
-Needs no GPU: as a program it compiles what the Triton providers launch at the release's shapes for any chip, and
+Needs no GPU: as a program it compiles what the providers of a name launch at the release's shapes for any chip, and
 says what does not compile.
 
-Usage: python benchmarks/compile_ahead.py [--arch 100] [--ops linear,experts/experts] [--tokens 1,128]
+Usage: python benchmarks/compile_ahead.py [--arch 100] [--provider gluon] [--ops linear,experts/experts] [--tokens 1,8]
 """
 
 from __future__ import annotations
@@ -149,17 +149,30 @@ def main() -> int:
     parser.add_argument(
         "--ops", default="", help="operators or cases (op/name), separated by commas; default: all"
     )
+    parser.add_argument(
+        "--provider", default="triton", help="operators without one of that name are left out"
+    )
     parser.add_argument("--tokens", default="16")
     parser.add_argument("--preset", default="release")
     arguments = parser.parse_args()
     wanted = set(filter(None, arguments.ops.split(",")))
-    jobs = [
-        (f"{case.op}/{case.name}", int(n), None)
+    cases = [
+        case
         for case in all_cases(preset(arguments.preset))
-        for n in arguments.tokens.split(",")
         if not wanted or case.op in wanted or f"{case.op}/{case.name}" in wanted
     ]
-    return bool(compile_ahead(jobs, arguments.preset, arguments.arch))
+    names = {
+        case.op: arguments.provider
+        for case in cases
+        if any(provider.name == arguments.provider for provider in providers(case.op))
+    }
+    jobs = [
+        (f"{case.op}/{case.name}", int(n), None)
+        for case in cases
+        for n in arguments.tokens.split(",")
+        if case.op in names
+    ]
+    return bool(compile_ahead(jobs, arguments.preset, arguments.arch, names=names))
 
 
 if __name__ == "__main__":
