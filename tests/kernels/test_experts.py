@@ -16,20 +16,22 @@ from .conformance import Case, Conformance, Draw
 class TestExperts(Conformance):
     op = "experts"
     variants = ("all here", "some elsewhere")
+    wide = ("whole steps of 128",)
 
     def case(self, draw: Draw, num_rows: int, variant: str) -> Case:
         elsewhere = 2 if variant == "some elsewhere" else 0
-        values, scales = mxfp8_cast(draw.normal(num_rows, 64))
+        k, d = (256, 128) if variant in self.wide else (64, 32)
+        values, scales = mxfp8_cast(draw.normal(num_rows, k))
         chosen = [draw.order(5 + 2 * elsewhere)[:3] for _ in range(num_rows)]
         args = {
             "values": values,
             "scales": scales,
             "ids": torch.stack(chosen) if chosen else draw.ints(0, 5, 0, 3),
             "weights": draw.normal(num_rows, 3, dtype=torch.float32),
-            "w13": draw.ints(0, 256, 5, 2 * 32, 32, dtype=torch.uint8),
-            "w13_scales": draw.scales(5, 2 * 32, 2),
-            "w2": draw.ints(0, 256, 5, 64, 16, dtype=torch.uint8),
-            "w2_scales": draw.scales(5, 64, 1),
+            "w13": draw.ints(0, 256, 5, 2 * d, k // 2, dtype=torch.uint8),
+            "w13_scales": draw.scales(5, 2 * d, k // 32),
+            "w2": draw.ints(0, 256, 5, k, d // 2, dtype=torch.uint8),
+            "w2_scales": draw.scales(5, k, d // 32),
             "first_expert": elsewhere,
             "limit": 10.0,
         }

@@ -1,4 +1,4 @@
-"""The Triton and Gluon providers that use the matrix unit compile, at the release's shapes, for a chip that is not here."""
+"""The Triton and Gluon providers compile, at the release's shapes, for chips that are not here."""
 
 from __future__ import annotations
 

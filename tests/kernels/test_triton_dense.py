@@ -264,12 +264,17 @@ class Unlaunched:
     ("op", "name", "most"),
     [("mxfp8_linear", "wq_b", 192), ("mxfp8_linear", "wo_b", 192), ("experts", "experts", 640)],
 )
+@pytest.mark.parametrize("provider", ["triton", "gluon"])
 def test_the_workspace_of_16k_tokens_is_bounded(
-    op: str, name: str, most: int, monkeypatch: pytest.MonkeyPatch
+    provider: str, op: str, name: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the release's shapes, without memory: what is allocated beside the result, in MiB."""
-    function = triton_provider(op).load()
-    for path in ("triton_matmul", "experts.triton"):
+    paths = ["triton_matmul", "experts.triton"]
+    if provider == "gluon":
+        pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+        paths += ["gluon_matmul", "experts.gluon"]
+    function = next(one for one in providers(op) if one.name == provider).load()
+    for path in paths:
         module = importlib.import_module(f"deepinfer_plugins.kernels.{path}")
         for kernel in [
             name for name, value in vars(module).items() if hasattr(value, "warmup") and name[:1] == "_"
