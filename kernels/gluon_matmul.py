@@ -20,6 +20,7 @@ a weight's code that is NaN (0x7F, 0xFF), which no checkpoint has, reads as 480.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -54,11 +55,10 @@ COLUMNS = (0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)
 
 _SHIFT = tl.constexpr(2.0**40)
 
-# Whether the product may start, and fetch its weight, while the rows are being decoded.
-_OVERLAP = True
-
-# Programs that run at a time on a chip where two, or three, fit a multiprocessor. Constants, not the chip's own.
-_PAIRS, _TRIPLES = 264, 396
+# Programs that run at a time where one, or two, fit a multiprocessor. Constants, not the chip's own.
+_WAVE, _PAIRS = 132, 264
+# With four stages of this many rows two programs fit a multiprocessor, with three stages three.
+_TRIPLES = 396
 
 
 class Tiling(NamedTuple):
@@ -70,28 +70,37 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-_FEW = {16: Tiling(64, 16, 4, 8), 32: Tiling(64, 32, 4, 8), 64: Tiling(64, 64, 4, 6)}
+_FEW = {16: Tiling(64, 16, 4, 5), 32: Tiling(64, 32, 4, 6), 64: Tiling(64, 64, 4, 6)}
 _SOME = Tiling(64, 128, 4, 4)
-# One sum fits the registers of this tile, two fit those of the next.
+_SOME_TALL = Tiling(128, 128, 4, 4)
+# One sum fits the registers of this tile; two, that of a part and that of those before it, do not.
 _MANY = Tiling(128, 256, 8, 4)
-_MANY_TOGETHER = Tiling(128, 128, 8, 6)
 
 
 def tiling(n: int, m: int, groups: int, splits: int) -> tuple[Tiling, bool]:
-    """The tiling for ``n`` rows and ``m`` outputs in each group, and whether each part gets its own program."""
+    """The tiling for ``n`` rows and ``m`` outputs in each group, and whether each part gets its own program.
+
+    From what was measured on an H200 (``benchmarks/README.md``): up to 128 rows what counts is that all multiprocessors
+    have a share of the weight; then, that a tile of rows is not read by too many programs.
+    """
 
     def programs(tile: Tiling) -> int:
         return groups * triton.cdiv(m, tile.outputs) * triton.cdiv(n, tile.rows)
 
     if n <= 64:
         tile = _FEW[max(16, triton.next_power_of_2(n))]
+        if programs(tile) >= 2 * _PAIRS:
+            tile = tile._replace(num_stages=min(tile.num_stages, 4 if tile.rows == 64 else 5))
         return tile, splits > 1 and programs(tile) < _PAIRS
+    if splits == 1:
+        if n > 256 or (n > 128 and programs(_MANY) >= _WAVE):
+            return _MANY, False
+        return (_SOME_TALL if n <= 128 and programs(_SOME_TALL) >= _WAVE else _SOME), False
     if n <= 256:
-        separate = splits > 1 and programs(_SOME) < _PAIRS
+        separate = programs(_SOME) < _PAIRS
         one_wave = _PAIRS < programs(_SOME) * (splits if separate else 1) <= _TRIPLES
         return (_SOME._replace(num_stages=3) if one_wave else _SOME), separate
-    separate = splits > 1 and programs(_MANY) < _PAIRS
-    return (_MANY if separate or splits == 1 else _MANY_TOGETHER), separate
+    return (_MANY, True) if n <= 512 else (_SOME, False)
 
 
 def can_serve(weight: torch.Tensor, weight_scales: torch.Tensor, groups: int) -> bool:
@@ -122,50 +131,53 @@ def mxfp8_matmul(
     at_once = max(1, triton_matmul._ROW_ELEMENTS // width)
     for start in range(0, n, at_once):
         rows = slice(start, start + at_once)
-        # Rows are passed on without a name, so that they are freed before the next part is decoded.
-        _launch(decode_rows(values[rows], scales[rows]), weight, weight_scales, out[rows], groups)
+        _multiply(values[rows], scales[rows], weight, weight_scales, out[rows], groups)
 
 
-def decode_rows(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Bfloat16 ``[n, d]`` of e4m3 bytes ``values [n, d]``, times 2^40, columns in the order ``COLUMNS``."""
+def decode_rows(values: torch.Tensor, scales: torch.Tensor, overlap: bool = False) -> torch.Tensor:
+    """Bfloat16 ``[n, d]`` of e4m3 bytes ``values [n, d]``, times 2^40, columns in the order ``COLUMNS``.
+
+    With ``overlap`` a kernel that waits for this one may start before it ends.
+    """
     n, d = values.shape
     out = torch.empty(n, d, dtype=torch.bfloat16, device=values.device)
     rows, columns = (2, 512) if n <= 64 else (8, 512)
     _decode_rows[(triton.cdiv(n, rows), triton.cdiv(d, columns))](
-        out, values, scales, n, d, values.stride(0), scales.stride(0), rows, columns, _OVERLAP
+        out, values, scales, n, d, values.stride(0), scales.stride(0), rows, columns, overlap
     )
     return out
 
 
-def _launch(x: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, out, groups: int) -> None:
-    n, m, k = x.shape[0], weight.shape[0] // groups, weight.shape[1]
+def _multiply(values, scales, weight, weight_scales, out, groups) -> None:
+    n, m, k = values.shape[0], weight.shape[0] // groups, weight.shape[1]
     splits = triton_matmul.num_splits(k, m)
     tile, separate = tiling(n, m, groups, splits)
-    sums = torch.empty(splits, n, groups * m, dtype=torch.float32, device=x.device) if separate else out
-    scales = weight_scales.view(torch.int32)
-    grid = (
-        triton.cdiv(m, tile.outputs) * triton.cdiv(n, tile.rows),
-        splits if separate else 1,
-        groups,
-    )
+    tiles = triton.cdiv(m, tile.outputs) * triton.cdiv(n, tile.rows)
+    grid = (tiles, splits if separate else 1, groups)
+    # Programs that start early, and fetch their share of the weight, go where there is room: several of them to one
+    # multiprocessor and none to others. That costs more than it saves where there is less than one for each.
+    overlap = n <= 16 or math.prod(grid) >= _PAIRS
+    x = decode_rows(values, scales, overlap)
+    sums = torch.empty(splits, n, groups * m, dtype=torch.float32, device=out.device) if separate else out
+    stored = weight_scales.view(torch.int32)
     _matmul[grid](
         sums,
         blocks_of(x, tile.rows, _STEP.value),
         blocks_of(weight.view(torch.int32), tile.outputs, WORDS),
-        scales,
+        stored,
         n,
         m,
         sums.stride(-2),
-        scales.stride(0),
+        stored.stride(0),
         K=k,
         SPLITS=splits,
         SEPARATE=separate,
         OUTPUTS=tile.outputs,
         ROWS=tile.rows,
         STAGES=tile.num_stages,
-        OVERLAP=_OVERLAP,
+        OVERLAP=overlap,
         num_warps=tile.num_warps,
-        launch_pdl=_OVERLAP,
+        launch_pdl=overlap,
     )
     if separate:
         triton_matmul.add_parts(sums, out)

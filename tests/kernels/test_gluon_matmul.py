@@ -17,7 +17,7 @@ from deepinfer_plugins.kernels.mxfp8_cast.reference import mxfp8_cast
 from deepinfer_plugins.kernels.registry import choose, providers
 
 from .conformance import Case, Draw
-from .test_triton_dense import check_some_rows
+from .test_triton_dense import cancelling, check_some_rows
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -59,10 +59,7 @@ def test_is_preferred_on_sm90_alone(op: str) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1; a GPU runs the products themselves")
 @pytest.mark.parametrize("num_rows", [0, 1, 63])
-def test_rows_are_decoded_in_the_order_of_the_words(
-    num_rows: int, gluon: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gluon, "_OVERLAP", False)
+def test_rows_are_decoded_in_the_order_of_the_words(num_rows: int, gluon: Any) -> None:
     values, scales = mxfp8_cast(Draw(torch.device("cpu")).normal(num_rows, 160))
     got = gluon.decode_rows(values.view(torch.uint8), scales)
     want = values.float() * torch.exp2(scales.float() - 127 + 40).repeat_interleave(32, 1)
@@ -114,17 +111,17 @@ def test_bits_are_those_of_triton(m: int, k: int, groups: int, num_rows: int) ->
 def test_rows_alone_and_a_split_that_depends_on_the_batch(
     monkeypatch: pytest.MonkeyPatch, gluon: Any
 ) -> None:
-    several = case(torch.device("cuda"), 70, 96, 8192)
+    several = cancelling("mxfp8_linear", torch.device("cuda"), 70, 8192)
     check_some_rows(function("mxfp8_linear", "gluon"), several)
-    of_batch = gluon._launch
+    of_batch = gluon._multiply
 
-    def launch(x: Any, *args: Any) -> None:
+    def multiply(values: Any, *args: Any) -> None:
         with monkeypatch.context() as patch:
-            if len(x) < 9:
+            if len(values) < 9:
                 patch.setattr(gluon.triton_matmul, "num_splits", lambda k, m: 1)
-            of_batch(x, *args)
+            of_batch(values, *args)
 
-    monkeypatch.setattr(gluon, "_launch", launch)
+    monkeypatch.setattr(gluon, "_multiply", multiply)
     with pytest.raises(AssertionError, match="rows"):
         check_some_rows(function("mxfp8_linear", "gluon"), several)
 
