@@ -311,6 +311,8 @@ def _matmul(
             # The word of scales of the two steps after these; past the end the last is read again.
             scale_place += gl.where(step + 2 < STEPS, 1, 0)
             next_scale = gl.load(scale_place)
+            # Two steps with left operands of their own: the matrix unit reads one from registers until it is waited
+            # for, and nothing keeps a loop from writing the next one there.
             for half in gl.static_range(2):
                 wait_for(barriers, step, STAGES)
                 stage = step % STAGES

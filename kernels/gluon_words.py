@@ -37,16 +37,16 @@ def sums_layout(rows, warps):
 
 
 @gluon.constexpr_function
-def words_layout(outputs, warps):
-    """Registers of words ``[outputs, WORDS]``: each with the thread whose part of the left operand it is decoded to."""
+def words_layout(outputs, warps, words=WORDS):
+    """Registers of 8 or 16 words of each output: each with the thread whose part of the left operand it becomes."""
     of_warps = [[16 << i, 0] for i in range(warps.bit_length() - 1)]
     repeats = [[16 * warps << i, 0] for i in range((outputs // (16 * warps)).bit_length() - 1)]
     return gl.DistributedLinearLayout(
-        reg_bases=[[8, 0], [0, 4], [0, 8], *repeats],
+        reg_bases=[[8, 0], [0, 4], [0, 8], *repeats] if words == 16 else [[8, 0], [0, 4], *repeats],
         lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
         warp_bases=of_warps,
         block_bases=[],
-        shape=[outputs, WORDS],
+        shape=[outputs, words],
     )
 
 

@@ -190,13 +190,13 @@ def _swiglu(
 
 @gluon.jit
 def _decode_words(words, factor, OUTPUTS: gl.constexpr, LEFT: gl.constexpr):
-    """The left operand, bfloat16 ``[OUTPUTS, 128]``, of words of eight e2m1 codes, times ``2^-126`` times a factor.
+    """The left operand, bfloat16 ``[OUTPUTS, 64]``, of words of eight e2m1 codes, times ``2^-126`` times a factor.
 
     A code's bits in their places of a bfloat16 are the number times 2^-126: the bias of e2m1 is 1, bfloat16's 127.
     Codes four apart lie 16 bits apart: a mask takes both, a multiplication puts their signs and the rest in place.
 
     Args:
-        words: int32 ``[OUTPUTS, 16]``, in the registers of ``words_layout``.
+        words: int32 ``[OUTPUTS, 8]``, in the registers of ``words_layout``.
         factor: Of ``twice_power``, the shape of ``words``.
         OUTPUTS: Rows of the weight.
         LEFT: Registers of the result: those in which the codes are.
@@ -244,9 +244,9 @@ def _decode_words(words, factor, OUTPUTS: gl.constexpr, LEFT: gl.constexpr):
     # Codes 0 and 4 of a word, 1 and 5, 2 and 6, 3 and 7: the two pairs of one product of 16 columns, then of the next.
     low = gl.join(gl.join(a, e), gl.join(c, g))
     high = gl.join(gl.join(b, f), gl.join(d, h))
-    numbers = gl.reshape(gl.join(low, high), [OUTPUTS, 4, 4, 2, 2, 2])
+    numbers = gl.reshape(gl.join(low, high), [OUTPUTS, 2, 4, 2, 2, 2])
     numbers = gl.permute(numbers, [0, 1, 3, 4, 2, 5])
-    return gl.convert_layout(gl.reshape(numbers, [OUTPUTS, 128]), LEFT, assert_trivial=True)
+    return gl.convert_layout(gl.reshape(numbers, [OUTPUTS, 64]), LEFT, assert_trivial=True)
 
 
 @gluon.jit
@@ -292,6 +292,7 @@ def _grouped(
     SUMS: gl.constexpr = sums_layout(ROWS, num_warps)
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     LAYOUT: gl.constexpr = words_layout(OUTPUTS, num_warps)
+    HALF: gl.constexpr = words_layout(OUTPUTS, num_warps, 8)
     words = gl.allocate_shared_memory(gl.int32, [STAGES, OUTPUTS, 16], weight.layout)
     columns = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 128], x.layout)
     barriers = new_barriers(STAGES)
@@ -301,10 +302,10 @@ def _grouped(
     for i in gl.static_range(STAGES - 1):
         fetch(weight, weight_row, i * 16, words, x, row, i * 128, columns, barriers, i, i < STEPS, STAGES)
 
-    output = gl.arange(0, OUTPUTS, gl.SliceLayout(1, LAYOUT))
+    output = gl.arange(0, OUTPUTS, gl.SliceLayout(1, HALF))
     scale_place = scales + (weight_row + output).to(gl.int64) * STEPS
     scale = gl.load(scale_place)
-    shift = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT)) // 4 * 8
+    shift = gl.arange(0, 8, gl.SliceLayout(0, HALF)) // 4 * 8
     sums = gl.zeros([OUTPUTS, ROWS], gl.float32, SUMS)
     for step in range(0, STEPS):
         # Of the next step; past the end the last is read again.
@@ -312,17 +313,26 @@ def _grouped(
         next_scale = gl.load(scale_place)
         wait_for(barriers, step, STAGES)
         stage = step % STAGES
-        # 2^(power - 127) * 2^126 / SHIFT.
-        factor = twice_power((scale[:, None] >> shift[None, :]) & 0xFF, 86)
-        left = _decode_words(words.index(stage).load(LAYOUT), factor, OUTPUTS, LEFT)
-        sums = warpgroup_mma(left, columns.index(stage).permute((1, 0)), sums, is_async=True)
-        # The product before is done: its stage is free.
-        sums = warpgroup_mma_wait(1, deps=[sums])
-        ahead = step + STAGES - 1
-        do = ahead < STEPS
-        fetch(
-            weight, weight_row, ahead * 16, words, x, row, ahead * 128, columns, barriers, ahead, do, STAGES
-        )
+        both = gl.reshape(words.index(stage).load(LAYOUT), [OUTPUTS, 2, 8])
+        halves = gl.split(gl.permute(both, [0, 2, 1]))
+        # The matrix unit reads its left operand from registers until it is waited for, and nothing keeps a loop from
+        # writing the next one there: so a step has two operands, and each is written when the one before it is done.
+        for half in gl.static_range(2):
+            # 2^(power - 127) * 2^126 / SHIFT.
+            factor = twice_power((scale[:, None] >> (shift + 16 * half)[None, :]) & 0xFF, 86)
+            of_half = gl.convert_layout(halves[half], HALF, assert_trivial=True)
+            left = _decode_words(of_half, factor, OUTPUTS, LEFT)
+            right = columns.index(stage).slice(64 * half, 64, dim=1).permute((1, 0))
+            sums = warpgroup_mma(left, right, sums, is_async=True)
+            sums = warpgroup_mma_wait(1, deps=[sums])
+            if half == 0:
+                # The step before is done: its stage is free.
+                ahead = step + STAGES - 1
+                fetch(
+                    weight, weight_row, ahead * 16, words,
+                    x, row, ahead * 128, columns,
+                    barriers, ahead, ahead < STEPS, STAGES,
+                )  # fmt: skip
         scale = next_scale
     sums = warpgroup_mma_wait(0, deps=[sums])
 

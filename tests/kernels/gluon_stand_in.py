@@ -114,6 +114,9 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.memory.permute(order))
 
+    def slice(self, start: int, length: int, dim: int) -> Shared:
+        return Shared(self.memory.narrow(dim, start, length))
+
 
 @dataclass
 class Sums:
@@ -281,6 +284,7 @@ language = _Language(
     join=lambda a, b: torch.stack([a, b], -1),
     reshape=lambda x, shape: x.reshape(shape),
     permute=lambda x, order: x.permute(order),
+    split=lambda x: x.unbind(-1),
     convert_layout=lambda x, layout, assert_trivial=False: x,
     allocate_shared_memory=_shared,
     inline_asm_elementwise=assemble,

@@ -163,7 +163,7 @@ def test_the_order_of_columns_is_what_a_thread_of_the_matrix_unit_holds(gluon: A
     decode = StandIn(gluon._decode_words).function
     one = torch.tensor(0x3F803F80)
     for lane in range(4):
-        words = torch.zeros(64, 16, dtype=torch.int32)
+        words = torch.zeros(64, 8, dtype=torch.int32)
         words[:, lane] = 0x22222222
         places = decode(words, one, 64, None)[0].nonzero().flatten().tolist()
         assert places == [first + 2 * lane + i for first in (0, 16) for i in (0, 1, 8, 9)]
@@ -171,9 +171,9 @@ def test_the_order_of_columns_is_what_a_thread_of_the_matrix_unit_holds(gluon: A
 
 def test_every_code_is_decoded_to_its_number(gluon: Any) -> None:
     """In the order in which rows are gathered, times a power of two."""
-    words = torch.tensor([[0x76543210, -0x01234568] * 8] * 64, dtype=torch.int32)
+    words = torch.tensor([[0x76543210, -0x01234568] * 4] * 64, dtype=torch.int32)
     stored = words.view(torch.uint8)
-    column = torch.arange(128)
+    column = torch.arange(64)
     source = getattr(gluon._source, "fn", gluon._source)(column)
     assert sorted(source.tolist()) == column.tolist()
     factor = torch.tensor(0x3F803F80)
