@@ -15,6 +15,7 @@ operand themselves, and descriptors read both: on an H200 all of these tiles hav
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -72,13 +73,16 @@ _MORE = (
     Tiling(64, 128, 64, 4, 4),
     Tiling(64, 64, 64, 4, 4),
 )
-# Of operands that are read by descriptors, with the time of a wave, measured on an H200, relative to the others'. Two
-# sums, that of a part and that of those before it, leave no registers for the largest.
+# Of operands that are read by descriptors, with the time of a wave, measured on an H200, relative to the others'.
 _DESCRIBED = (
     (Tiling(256, 128, 64, 8, 4), 2.4),
+    (Tiling(128, 128, 64, 4, 3), 1.75),
     (Tiling(128, 64, 64, 4, 4), 1.0),
-    (Tiling(64, 64, 64, 4, 4), 0.65),
+    (Tiling(64, 64, 64, 4, 5), 0.65),
 )
+# Of so few steps that most of a program is its start and its end: then several on a multiprocessor hide each other's.
+_SHORT = 256
+_DESCRIBED_SHORT = Tiling(128, 64, 64, 4, 3)
 # Programs of a wave: multiprocessors of a chip. A constant, not the chip's own number.
 _WAVE = 132
 
@@ -188,7 +192,7 @@ def _by_parts_of_weight(x, x_scales, weight, weight_scales, out, groups, splits)
             del part
 
 
-def described_tiling(n: int, m: int, groups: int, splits: int) -> tuple[Tiling, bool]:
+def described_tiling(n: int, m: int, k: int, groups: int, splits: int) -> tuple[Tiling, bool]:
     """As :func:`tiling`, for operands that are read by descriptors: what needs the least time by waves."""
 
     def separate(tile: Tiling) -> bool:
@@ -198,10 +202,14 @@ def described_tiling(n: int, m: int, groups: int, splits: int) -> tuple[Tiling, 
         return groups * triton.cdiv(m, tile.outputs) * triton.cdiv(n, tile.rows)
 
     def seconds(choice: tuple[Tiling, float]) -> float:
-        parts = splits if separate(choice[0]) else 1
-        return triton.cdiv(programs(choice[0]) * parts, _WAVE) / parts * choice[1]
+        tile, relative = choice
+        parts = splits if separate(tile) else 1
+        if parts < splits and tile.outputs * tile.rows > 128 * 64:
+            # Two sums, that of a part and that of those before it, leave no registers for it.
+            return math.inf
+        return triton.cdiv(programs(tile) * parts, _WAVE) / parts * relative
 
-    tile, _ = min((one for one in _DESCRIBED if splits == 1 or one[0].outputs <= 128), key=seconds)
+    tile = _DESCRIBED_SHORT if k <= _SHORT else min(_DESCRIBED, key=seconds)[0]
     return tile._replace(step=128) if INTERPRETED.value else tile, separate(tile)
 
 
@@ -219,7 +227,10 @@ def _launch(x, x_scales, weight, weight_scales, out, groups, splits) -> None:
     length = triton.cdiv(triton.cdiv(k, splits), 128) * 128
     decoded = x_scales is None and weight_scales is None
     described = n > 64 and decoded and all(_can_be_described(part, k, groups) for part in (x, weight))
-    tile, separate = (described_tiling if described else tiling)(n, m, groups, splits)
+    if described:
+        tile, separate = described_tiling(n, m, k, groups, splits)
+    else:
+        tile, separate = tiling(n, m, groups, splits)
     sums = torch.empty(splits, n, groups * m, dtype=torch.float32, device=x.device) if separate else out
     tiles = triton.cdiv(m, tile.outputs) * triton.cdiv(n, tile.rows)
     grid = (tiles, splits if separate else 1, groups)
