@@ -36,7 +36,7 @@ BOUNDS = {
     "linear": 64,
     "mxfp8_linear": 192,
     "mxfp8_grouped_linear": 192,
-    "experts": 640,
+    "experts": 1024,
     "sparse_attention": 80,
     "index_select": 160,
     "hc_mix": 64,

@@ -100,7 +100,8 @@ def tiling(n: int, m: int, groups: int, splits: int) -> tuple[Tiling, bool]:
         separate = programs(_SOME) < _PAIRS
         one_wave = _PAIRS < programs(_SOME) * (splits if separate else 1) <= _TRIPLES
         return (_SOME._replace(num_stages=3) if one_wave else _SOME), separate
-    return (_MANY, True) if n <= 512 else (_SOME, False)
+    # Sums of parts are a workspace, of 64 MiB at most.
+    return (_MANY, True) if n <= 512 and programs(_MANY) <= 128 else (_SOME, False)
 
 
 def can_serve(weight: torch.Tensor, weight_scales: torch.Tensor, groups: int) -> bool:

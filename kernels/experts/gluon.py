@@ -40,14 +40,14 @@ from deepinfer_plugins.kernels.swiglu_and_cast.triton import swiglu
 from deepinfer_plugins.kernels.triton_formats import decode_e4m3, decode_ue8m0, to_bfloat16
 
 # Rows at a time: what bounds the workspace.
-_AT_ONCE = 2048
+_AT_ONCE = 4096
 
 # Columns of a step: those of 16 words.
 _STEP = 128
 
 # Outputs of a program, its warps and its stages, by the rows of a block. No bit of the result depends on them. Measured
 # on an H200 for blocks of 16 rows; the others keep sums and decoded weights in registers.
-_TILES = {16: (128, 4, 4), 32: (128, 4, 4), 64: (128, 4, 4), 128: (128, 8, 4)}
+_TILES = {16: (128, 4, 4), 32: (128, 4, 4), 64: (128, 4, 3), 128: (128, 8, 4)}
 
 # Rows are multiplied by it and weights divided, so that a weight's factor is a bfloat16: see the Triton provider.
 SHIFT = by_triton.SHIFT
