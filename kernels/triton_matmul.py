@@ -76,10 +76,14 @@ _MORE = (
 # Of operands that are read by descriptors, with the time of a wave, measured on an H200, relative to the others'.
 _DESCRIBED = (
     (Tiling(256, 128, 64, 8, 4), 2.4),
-    (Tiling(128, 128, 64, 4, 3), 1.75),
+    (Tiling(128, 128, 64, 4, 3), 2.05),
     (Tiling(128, 64, 64, 4, 4), 1.0),
-    (Tiling(64, 64, 64, 4, 5), 0.65),
+    (Tiling(64, 64, 64, 4, 5), 0.7),
 )
+# What it costs to add up parts in the program itself, for the tiles whose registers hold two sums.
+_TWO_SUMS = 1.3
+# More rows than this are too many for the sums of parts to go through memory.
+_SEPARATE_ROWS = 1024
 # Of so few steps that most of a program is its start and its end: then several on a multiprocessor hide each other's.
 _SHORT = 256
 _DESCRIBED_SHORT = Tiling(128, 64, 64, 4, 3)
@@ -196,17 +200,19 @@ def described_tiling(n: int, m: int, k: int, groups: int, splits: int) -> tuple[
     """As :func:`tiling`, for operands that are read by descriptors: what needs the least time by waves."""
 
     def separate(tile: Tiling) -> bool:
-        return splits > 1 and programs(tile) < _FULL
+        return splits > 1 and n <= _SEPARATE_ROWS and programs(tile) < _FULL
 
     def programs(tile: Tiling) -> int:
         return groups * triton.cdiv(m, tile.outputs) * triton.cdiv(n, tile.rows)
 
     def seconds(choice: tuple[Tiling, float]) -> float:
         tile, relative = choice
-        parts = splits if separate(tile) else 1
-        if parts < splits and tile.outputs * tile.rows > 128 * 64:
-            # Two sums, that of a part and that of those before it, leave no registers for it.
+        if splits > 1 and tile.outputs == 256:
             return math.inf
+        parts = splits if separate(tile) else 1
+        if parts < splits:
+            # That of a part and that of those before it.
+            relative *= math.inf if tile.outputs * tile.rows > 128 * 64 else _TWO_SUMS
         return triton.cdiv(programs(tile) * parts, _WAVE) / parts * relative
 
     tile = _DESCRIBED_SHORT if k <= _SHORT else min(_DESCRIBED, key=seconds)[0]
@@ -226,7 +232,11 @@ def _launch(x, x_scales, weight, weight_scales, out, groups, splits) -> None:
         return
     length = triton.cdiv(triton.cdiv(k, splits), 128) * 128
     decoded = x_scales is None and weight_scales is None
-    described = n > 64 and decoded and all(_can_be_described(part, k, groups) for part in (x, weight))
+    described = (
+        n > (16 if k <= _SHORT else 64)
+        and decoded
+        and all(_can_be_described(part, k, groups) for part in (x, weight))
+    )
     if described:
         tile, separate = described_tiling(n, m, k, groups, splits)
     else:
