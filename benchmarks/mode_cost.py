@@ -276,7 +276,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 
     if device.type == "cuda":
-        compile_kernels({op: able(op, arch, True)[0] for op in invariant}, arguments.rows, arguments.preset)
+        candidates = {op: able(op, arch, True)[0] for op in invariant}
+        compile_kernels(invariant, candidates, arguments.rows, arguments.preset)
     sets, report["operators"] = fastest_sets(invariant, arguments.rows, arguments.preset, arch, device)
     report |= {"fastest": sets, "steps": []}
     save()
