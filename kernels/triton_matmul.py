@@ -82,8 +82,8 @@ _DESCRIBED = (
 )
 # What it costs to add up parts in the program itself, for the tiles whose registers hold two sums.
 _TWO_SUMS = 1.3
-# More rows than this are too many for the sums of parts to go through memory.
-_SEPARATE_ROWS = 1024
+# More sums of a part than this are too many to go through memory.
+_SEPARATE_SUMS = 1 << 20
 # Of so few steps that most of a program is its start and its end: then several on a multiprocessor hide each other's.
 _SHORT = 256
 _DESCRIBED_SHORT = Tiling(128, 64, 64, 4, 3)
@@ -200,7 +200,7 @@ def described_tiling(n: int, m: int, k: int, groups: int, splits: int) -> tuple[
     """As :func:`tiling`, for operands that are read by descriptors: what needs the least time by waves."""
 
     def separate(tile: Tiling) -> bool:
-        return splits > 1 and n <= _SEPARATE_ROWS and programs(tile) < _FULL
+        return splits > 1 and n * m * groups <= _SEPARATE_SUMS and programs(tile) < _FULL
 
     def programs(tile: Tiling) -> int:
         return groups * triton.cdiv(m, tile.outputs) * triton.cdiv(n, tile.rows)
