@@ -57,6 +57,8 @@ _SHIFT = tl.constexpr(2.0**40)
 
 # Programs that run at a time where one, or two, fit a multiprocessor. Constants, not the chip's own.
 _WAVE, _PAIRS = 132, 264
+# So many numbers are decoded by less than a program for each multiprocessor.
+_QUICK = 1 << 17
 # With four stages of this many rows two programs fit a multiprocessor, with three stages three.
 _TRIPLES = 396
 
@@ -156,8 +158,9 @@ def _multiply(values, scales, weight, weight_scales, out, groups) -> None:
     tiles = triton.cdiv(m, tile.outputs) * triton.cdiv(n, tile.rows)
     grid = (tiles, splits if separate else 1, groups)
     # Programs that start early, and fetch their share of the weight, go where there is room: several of them to one
-    # multiprocessor and none to others. That costs more than it saves where there is less than one for each.
-    overlap = n <= 16 or math.prod(grid) >= _PAIRS
+    # multiprocessor and none to others. That costs more than it saves where there is less than one for each, unless the
+    # rows are decoded in no time.
+    overlap = values.numel() <= _QUICK or math.prod(grid) >= _PAIRS
     x = decode_rows(values, scales, overlap)
     sums = torch.empty(splits, n, groups * m, dtype=torch.float32, device=out.device) if separate else out
     stored = weight_scales.view(torch.int32)

@@ -19,7 +19,7 @@ register(
         unchecked=frozenset({Arch.SM100}),
     )
 )
-# Not batch-invariant; by name only, with the mode off.
+# Not batch-invariant; by name only, with the mode off, where it is not faster by more than chance. Not run on an SM100.
 register(
     Provider(
         op="linear",
@@ -29,7 +29,7 @@ register(
         batch_invariant=False,
         agrees=Within(atol=2.0**-7, rtol=2.0**-7),
         capturable=True,
-        unchecked=frozenset({Arch.SM90, Arch.SM100}),
+        unchecked=frozenset({Arch.SM100}),
     )
 )
 # Not run on hardware, so after what is.
