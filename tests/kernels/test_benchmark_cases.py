@@ -117,3 +117,16 @@ def test_a_rival_samples_what_the_filters_keep() -> None:
 def test_names_are_unique() -> None:
     names = [(case.op, case.name) for case in kernel_cases.all_cases(preset("release"))]
     assert len(names) == len(set(names))
+
+
+def test_the_plot_is_of_the_fastest_rival() -> None:
+    plots = importlib.import_module("kernel_plots")
+    rivals = [{"rival_over_ours": 0.9}, {"rival_over_ours": 0.7}, {"rival_error": "not installed"}]
+    results = [
+        {"op": "linear", "name": "head", "tokens": 64, "rivals": rivals},
+        {"op": "linear", "name": "head", "tokens": 1, "rivals": rivals[:1]},
+        {"op": "route", "name": "gate", "tokens": 1, "rivals": rivals[2:]},
+    ]
+    found = plots.series({"results": results})
+    assert list(found) == ["linear head"]
+    assert [(one["tokens"], one["ratio"]) for one in found["linear head"]] == [(1, 0.9), (64, 0.7)]
