@@ -55,12 +55,10 @@ COLUMNS = (0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)
 
 _SHIFT = tl.constexpr(2.0**40)
 
-# Programs that run at a time where one, or two, fit a multiprocessor. Constants, not the chip's own.
-_WAVE, _PAIRS = 132, 264
+# Programs that run at a time where one, two or three fit a multiprocessor. Constants, not the chip's own.
+_WAVE, _PAIRS, _TRIPLES = 132, 264, 396
 # So many numbers are decoded by less than a program for each multiprocessor.
 _QUICK = 1 << 17
-# With four stages of this many rows two programs fit a multiprocessor, with three stages three.
-_TRIPLES = 396
 
 
 class Tiling(NamedTuple):
@@ -100,6 +98,7 @@ def tiling(n: int, m: int, groups: int, splits: int) -> tuple[Tiling, bool]:
         return (_SOME_TALL if n <= 128 and programs(_SOME_TALL) >= _WAVE else _SOME), False
     if n <= 256:
         separate = programs(_SOME) < _PAIRS
+        # With four stages two programs fit a multiprocessor, with three stages three.
         one_wave = _PAIRS < programs(_SOME) * (splits if separate else 1) <= _TRIPLES
         return (_SOME._replace(num_stages=3) if one_wave else _SOME), separate
     # Sums of parts are a workspace, of 64 MiB at most.
